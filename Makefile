@@ -1,0 +1,35 @@
+# Two commands for newcomers: `make demo` and `make test`. Both set everything up themselves.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PROMPT ?= Copy this function, but name it total and its argument numbers: def add_all(xs): result = 0; \
+for x in xs: result = result + x; return result
+
+export JAX_PLATFORMS ?= cpu
+
+.PHONY: demo test lint types check clean
+
+demo: $(READY)  ## a real model writes, with speculation, then without; then the two are compared
+	$(BIN)/jspec generate --show-drafts --max-tokens 128 --temperature 0 "$(PROMPT)"
+	$(BIN)/jspec bench --max-tokens 64 --repeats 1
+
+test: $(READY)
+	$(BIN)/python -m pytest -m "not slow and not gpu and not tpu"
+
+lint: $(READY)
+	$(BIN)/ruff check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+check: lint types test
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("jspec needs Python 3.11 or newer, this is " + sys.version)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV)

@@ -1,0 +1,1 @@
+"""The benchmark: prompts and datasets, interleaved runs, metrics, report."""

@@ -1,0 +1,127 @@
+"""Model and engine configuration: frozen, hashable, validated when built."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+DTYPES = ("float32", "bfloat16")
+NUMERICS = ("fast", "bitwise")
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+  """Llama 3 frequency scaling (`rope_type: llama3`); `linear` has only a factor."""
+
+  kind: str  # "llama3" | "linear"
+  factor: float
+  low_freq_factor: float = 1.0
+  high_freq_factor: float = 4.0
+  original_max_positions: int = 8192
+
+  def __post_init__(self):
+    if self.kind not in ("llama3", "linear"):
+      raise ValueError(f"rope scaling {self.kind!r} is not supported; use 'llama3' or 'linear'")
+    if not self.factor > 0:
+      raise ValueError(f"rope scaling factor must be > 0, got {self.factor}")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+  """A decoder-only transformer. Families differ in these fields and in nothing else."""
+
+  family: str  # "llama", "qwen3", ...: for messages only, no code branches on it
+  vocab_size: int
+  width: int
+  num_layers: int
+  num_heads: int
+  num_kv_heads: int
+  head_dim: int
+  mlp_dim: int
+  max_positions: int
+  norm: str = "rms"  # "rms" | "layer"
+  norm_eps: float = 1e-5
+  activation: str = "silu"
+  gated_mlp: bool = True
+  qkv_bias: bool = False
+  out_bias: bool = False  # on the attention output projection
+  mlp_bias: bool = False
+  qk_norm: bool = False  # RMSNorm over head_dim on q and k, before RoPE
+  post_norms: bool = False  # Gemma: norms after attention and after the MLP as well
+  embed_scale: float = 1.0
+  learned_positions: bool = False  # OPT: added to the embedding; no RoPE then
+  rope_theta: float = 10000.0
+  rope_scaling: RopeScaling | None = None
+  rope_theta_local: float | None = None  # for sliding-window layers; None: rope_theta, scaled alike
+  attn_scale: float | None = None  # None: head_dim ** -0.5
+  attn_soft_cap: float | None = None
+  final_soft_cap: float | None = None
+  window: int | None = None  # sliding layers see this many tokens, their own included
+  sliding_layers: tuple[int, ...] = ()
+  tie_embeddings: bool = False
+
+  def __post_init__(self):
+    for name in ("vocab_size", "width", "num_layers", "num_heads", "num_kv_heads", "head_dim",
+                 "mlp_dim", "max_positions"):
+      if getattr(self, name) < 1:
+        raise ValueError(f"model config: {name} must be >= 1, got {getattr(self, name)}")
+    if self.num_heads % self.num_kv_heads:
+      raise ValueError(f"model config: num_kv_heads={self.num_kv_heads} must divide "
+                       f"num_heads={self.num_heads}")
+    if self.activation not in ACTIVATIONS:
+      raise ValueError(f"model config: activation {self.activation!r} is not one of {ACTIVATIONS}")
+    if self.norm not in ("rms", "layer"):
+      raise ValueError(f"model config: norm {self.norm!r} is not 'rms' or 'layer'")
+    if self.head_dim % 2 and not self.learned_positions:
+      raise ValueError(f"model config: RoPE needs an even head_dim, got {self.head_dim}")
+    if self.sliding_layers and not self.window:
+      raise ValueError("model config: sliding_layers given without a window")
+    if any(not 0 <= i < self.num_layers for i in self.sliding_layers):
+      raise ValueError(f"model config: sliding_layers {self.sliding_layers} must lie in "
+                       f"0..{self.num_layers - 1}")
+
+  @property
+  def scale(self) -> float:
+    return self.attn_scale if self.attn_scale is not None else 1.0 / math.sqrt(self.head_dim)
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+  """Shapes and policies of one engine."""
+
+  dtype: str = "float32"
+  max_model_len: int = 2048  # prompt and output, tokens
+  max_num_seqs: int = 8  # slots
+  page_size: int = 32  # tokens
+  num_pages: int = 0  # of the pool, for all slots; 0: enough for every slot at max_model_len
+  numerics: str = "fast"  # "bitwise": a token's logits do not depend on how many ran beside it
+  prefill_chunks: tuple[int, ...] = (16, 32, 64, 128, 256)  # tokens, ascending
+  widths: tuple[tuple[int, int], ...] = ()  # of the step, see StepConfig; (): the default
+  # Rows whose arithmetic takes as long as reading all the weights once. 19: two Zen 5 cores,
+  # SmolLM2-135M float32, 29 Nov 2026. Accelerators: a few hundred, so that drafts cost nothing.
+  rows_per_pass: float = 19.0
+  seed: int = 0
+
+  def __post_init__(self):
+    for name in ("max_model_len", "max_num_seqs", "page_size"):
+      value = getattr(self, name)
+      if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+    if self.num_pages < 0:
+      raise ValueError(f"num_pages must be >= 0, got {self.num_pages}")
+    if self.dtype not in DTYPES:
+      raise ValueError(f"dtype {self.dtype!r} is not one of {DTYPES}")
+    if self.numerics not in NUMERICS:
+      raise ValueError(f"numerics {self.numerics!r} is not one of {NUMERICS}")
+    if not self.prefill_chunks or list(self.prefill_chunks) != sorted(set(self.prefill_chunks)):
+      raise ValueError(f"prefill_chunks must ascend, got {self.prefill_chunks}")
+
+  def pages_per_slot(self, num_nodes: int) -> int:
+    """Pages that hold max_model_len tokens and one step's tree beyond them."""
+    return -(-(self.max_model_len + num_nodes) // self.page_size)
+
+  def prefill_chunk(self, remaining: int) -> tuple[int, int]:
+    """(program size, prompt tokens) of the next chunk, with this many tokens to go."""
+    size = next((c for c in self.prefill_chunks if c >= remaining), self.prefill_chunks[-1])
+    return size, min(size, remaining)

@@ -1,0 +1,66 @@
+"""The drafter protocol: a bundle of pure functions, in the manner of an optax transformation.
+
+Five laws, tested for every entry of DRAFTERS by tests/test_laws.py:
+  1. well-formed: parent[0] is NO_PARENT, parent[i] < i, breadth-first, tokens in the vocabulary;
+  2. state keeps its structure, shapes and dtypes;
+  3. propose commits nothing: proposing twice gives the same tree;
+  4. observing in chunks is observing at once;
+  5. honest q: each token was drawn from the q_probs it carries (point mass where None), and the
+     text that comes out is distributed as the target's.
+
+There is no rollback. Unaccepted work lies beyond the committed length and is overwritten.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from jspec.config import ModelConfig
+from jspec.spec_config import SpeculativeConfig
+from jspec.types import NO_PARENT, Committed, DraftTree, Slots
+
+
+class Drafter(NamedTuple):
+  """propose sees (params, its state, root, slots), observe (params, its state, slots, committed).
+
+  A page id names the same page in the target's KV pool and in every drafter's, so slots.page_table
+  serves both, and slots.length is where both stand.
+  """
+
+  # (num_slots, num_pages) -> state
+  init: Callable[[int, int], Any]
+  # root i32[B]; may scribble in its state, never commits
+  propose: Callable[[Any, Any, Any, Slots], tuple[DraftTree, Any]]
+  # the only teacher: prompt chunks and accepted tokens alike; slots as they were before them
+  observe: Callable[[Any, Any, Slots, Committed], Any]
+  num_nodes: int  # N of every tree it proposes, root included
+  max_depth: int  # D; N == D + 1 makes every tree a chain
+  feature_layers: tuple[int, ...] = ()  # target hidden states that fill Committed.feature
+  sampled: bool = False  # whether trees carry q_probs
+
+  @property
+  def is_chain(self) -> bool:
+    return self.num_nodes == self.max_depth + 1
+
+
+@dataclasses.dataclass(frozen=True)
+class DrafterSetup:
+  """What a builder in DRAFTERS gets to work with."""
+
+  spec: SpeculativeConfig
+  target: ModelConfig
+  max_model_len: int
+  page_size: int
+  dtype: Any
+  bitwise: bool
+  load_draft: Callable[[str | None], tuple[ModelConfig, Any]]  # model name -> same-vocabulary draft
+
+
+def root_only(root, num_nodes: int) -> DraftTree:
+  """The tree of a drafter with nothing to say."""
+  token = jnp.zeros((root.shape[0], num_nodes), jnp.int32).at[:, 0].set(root)
+  return DraftTree(token, jnp.full_like(token, NO_PARENT), None)

@@ -1,0 +1,155 @@
+"""A smaller model of the same vocabulary as drafter (Leviathan et al. 2023; Chen et al. 2023).
+
+Its KV lives in pages of its own under the target's page ids. Drafts are greedy (a point mass: the
+likeliest tokens, best first) or sampled at the request's temperature (q kept; siblings are
+independent draws), in a chain or in a tree of fixed widths.
+"""
+
+from __future__ import annotations
+
+import math
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspec import cache, model, sampling, tree
+from jspec.config import ModelConfig
+from jspec.control import run_if
+from jspec.drafters.base import Drafter, DrafterSetup
+from jspec.types import NO_PARENT, DraftTree, KVPages, Rows
+
+
+class DraftModelState(flax.struct.PyTreeNode):
+  pages: KVPages
+  # What propose left in the pages beyond the committed length, so that observe need not compute
+  # it again: the tokens whose KV lie at scribble_at + 0, 1, ...
+  scribble: jax.Array  # i32[slots, C]
+  scribble_at: jax.Array  # i32[slots], -1: nothing
+  # The last committed token may still lack its KV; the next propose computes it with the root.
+  behind: jax.Array  # i32[slots], 0 or 1
+  last: jax.Array  # i32[slots], that token
+
+
+def draft_model(config: ModelConfig, widths: tuple[int, ...], page_size: int, dtype,
+                sampled: bool, bitwise: bool = False) -> Drafter:
+  """widths[d] children per node at depth d; all ones is a chain."""
+  parents = tree.from_widths(widths)
+  depth = np.array(tree.depths(parents))
+  num_nodes = len(parents)
+  # Nodes 0..chained-1 are a chain from the root: their KV is right wherever they are accepted.
+  chained = next((i for i, p in enumerate(parents) if p != i - 1), num_nodes)
+  chained = min(chained, num_nodes - math.prod(widths))  # the leaves are never computed
+
+  def init(num_slots, num_pages):
+    zeros = lambda *shape: jnp.zeros((num_slots, *shape), jnp.int32)
+    return DraftModelState(cache.init_pages(config, num_pages, page_size, dtype), zeros(chained),
+                           scribble_at=zeros() + NO_PARENT, behind=zeros(), last=zeros())
+
+  def run(params, token, mask, rows, pages, slots, length):
+    return model.forward(params, config, token, mask, rows, pages, slots.page_table, length,
+                         bitwise=bitwise)
+
+  def run_root(params, state, root, slots):
+    """Logits after the root, computing a token left behind in the same pass."""
+    b = root.shape[0]
+    behind = state.behind[slots.index]
+    token = jnp.stack([jnp.where(behind, state.last[slots.index], root), root], 1)
+    keep = jnp.stack([jnp.ones(b, bool), behind > 0], 1)
+    rows = Rows(jnp.repeat(jnp.arange(b), 2), jnp.tile(jnp.arange(2), b), keep.reshape(-1),
+                jnp.arange(2 * b).reshape(b, 2))
+    hidden, _, pages = run(params, token, tree.chain_mask(b, 2), rows, state.pages, slots,
+                           slots.length - behind)
+    hidden = jnp.take_along_axis(hidden.reshape(b, 2, -1), behind[:, None, None], 1)[:, 0]
+    return model.logits(params, config, hidden, bitwise), pages
+
+  def run_level(params, level, token, mask, pages, slots):
+    """Logits [B, nodes, V] after the nodes of one level of the tree."""
+    b = token.shape[0]
+    nodes = np.flatnonzero(depth == level)
+    of_node = np.full(num_nodes, b * len(nodes))
+    of_node[nodes] = np.arange(len(nodes))
+    of_node = np.minimum(of_node[None] + len(nodes) * np.arange(b)[:, None], b * len(nodes))
+    rows = Rows(jnp.repeat(jnp.arange(b), len(nodes)), jnp.tile(jnp.array(nodes), b),
+                jnp.ones(b * len(nodes), bool), jnp.array(of_node))
+    hidden, _, pages = run(params, token, mask, rows, pages, slots, slots.length)
+    logits = model.logits(params, config, hidden, bitwise)
+    return logits.reshape(b, len(nodes), -1), pages
+
+  def children(logits, width, level, slots):
+    """`width` tokens [B, nodes, width] after each node, and q [B, nodes, V] if sampled."""
+    if not sampled:
+      return jax.lax.top_k(logits, width)[1], None
+    t = slots.temperature[:, None, None]
+    q = jnp.where(t > 0, jax.nn.softmax(logits / jnp.where(t > 0, t, 1)),
+                  jax.nn.one_hot(logits.argmax(-1), logits.shape[-1]))
+    shape = (*logits.shape[:2], width)
+    draw = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, level), shape[1:]))
+    rows = jnp.repeat(q.reshape(-1, q.shape[-1]), width, axis=0)
+    return sampling.inverse_cdf(rows, draw(slots.key).reshape(-1)).reshape(shape), q
+
+  def propose(params, state, root, slots):
+    b = root.shape[0]
+    parent = jnp.broadcast_to(jnp.array(parents, jnp.int32), (b, num_nodes))
+    token = jnp.zeros((b, num_nodes), jnp.int32).at[:, 0].set(root)
+    mask = tree.ancestors(parent, len(widths))
+    q_probs = jnp.zeros((b, num_nodes, config.vocab_size))
+    for level, width in enumerate(widths):
+      if level == 0:
+        logits, pages = run_root(params, state, root, slots)
+        logits = logits[:, None]
+      else:
+        logits, pages = run_level(params, level, token, mask, pages, slots)
+      drawn, q = children(logits, width, level, slots)
+      nodes = np.flatnonzero(depth == level + 1)
+      token = token.at[:, nodes].set(drawn.reshape(b, -1))
+      q_probs = q_probs.at[:, nodes].set(jnp.repeat(q, width, axis=1)) if sampled else q_probs
+    state = state.replace(pages=pages, scribble=state.scribble.at[slots.index].set(
+        token[:, :chained]), scribble_at=state.scribble_at.at[slots.index].set(slots.length))
+    return DraftTree(token, parent, q_probs if sampled else None), state
+
+  def observe(params, state, slots, committed):
+    b, t = committed.token.shape
+    # A request's first chunk owes nothing to the slot's previous tenant.
+    behind = jnp.where(slots.length > 0, state.behind[slots.index], 0)
+    count = committed.count
+    overlap = min(t, chained)
+    same = (state.scribble[slots.index, :overlap] == committed.token[:, :overlap]) & (
+        jnp.arange(overlap) < count[:, None])
+    known = jnp.cumprod(same.astype(jnp.int32), axis=1).sum(1)
+    known = jnp.where(state.scribble_at[slots.index] == slots.length, known, 0)
+    missing = jnp.where(count > 0, count - known, 0)
+
+    def compute(pages):
+      """All committed tokens as a chain, after the one left behind (if any and not yet done)."""
+      late = (behind > 0) & (known == 0) & (count > 0)
+      token = jnp.concatenate([state.last[slots.index][:, None], committed.token], 1)
+      token = jnp.where(late[:, None], token, jnp.roll(token, -1, 1))
+      num = jnp.where(missing > 0, count + late, 0)
+      rows = Rows(jnp.repeat(jnp.arange(b), t + 1), jnp.tile(jnp.arange(t + 1), b),
+                  (jnp.arange(t + 1) < num[:, None]).reshape(-1),
+                  jnp.arange(b * (t + 1)).reshape(b, t + 1))
+      return run(params, token, tree.chain_mask(b, t + 1), rows, pages, slots,
+                 slots.length - late)[2]
+
+    # One missing token waits for the next propose; more are computed now.
+    can_wait = (missing == 0) | ((missing == 1) & ~((behind > 0) & (known == 0)))
+    pages = run_if(~can_wait.all(), compute, state.pages)
+    left = jnp.where(can_wait.all() & (missing == 1), 1, 0)
+    end = jnp.take_along_axis(committed.token, jnp.maximum(count - 1, 0)[:, None], 1)[:, 0]
+    kept = lambda new, old: jnp.where(count > 0, new, old[slots.index])
+    put = lambda old, new: old.at[slots.index].set(kept(new, old))
+    return state.replace(pages=pages, behind=put(state.behind, left), last=put(state.last, end),
+                         scribble_at=put(state.scribble_at, jnp.full(b, NO_PARENT)))
+
+  return Drafter(init, propose, observe, num_nodes, len(widths), (), sampled)
+
+
+def build(setup: DrafterSetup):
+  spec = setup.spec
+  config, params = setup.load_draft(spec.model)
+  widths = spec.tree_widths or (1,) * spec.num_speculative_tokens
+  drafter = draft_model(config, widths, setup.page_size, setup.dtype,
+                        spec.draft_sample_method == "probabilistic", setup.bitwise)
+  return drafter, params

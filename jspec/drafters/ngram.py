@@ -1,0 +1,69 @@
+"""Prompt lookup (Saxena 2023): continue as after an earlier occurrence of the latest n-gram.
+
+vLLM's rule: the longest suffix of prompt + output, max_n down to min_n tokens, that also occurs
+earlier; on ties the earliest occurrence (`latest=True`: the latest); propose what followed it, up
+to the end of the text. Wholly on the device, no table: one comparison of the history with itself.
+"""
+
+from __future__ import annotations
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from jspec.drafters.base import Drafter, DrafterSetup
+from jspec.types import NO_PARENT, PAD_TOKEN, DraftTree
+
+
+class NgramState(flax.struct.PyTreeNode):
+  history: jax.Array  # i32[slots, max_len], prompt and output, root included; stale beyond
+
+
+def ngram(num_draft: int, max_n: int, min_n: int, max_len: int, latest: bool = False) -> Drafter:
+  position = jnp.arange(max_len)
+
+  def init(num_slots, num_pages):
+    del num_pages  # unused
+    return NgramState(jnp.full((num_slots, max_len), PAD_TOKEN, jnp.int32))
+
+  def propose_slot(history, length):  # length: the root's index
+    run = jnp.zeros(max_len, jnp.int32)  # tokens ending at each position that match the suffix
+    alive = jnp.ones(max_len, bool)
+    for back in range(max_n):
+      shifted = jnp.pad(history, (back, 0), constant_values=PAD_TOKEN)[:max_len]
+      suffix = history[jnp.maximum(length - back, 0)]
+      alive &= (position >= back) & (length >= back) & (shifted == suffix)
+      run += alive
+    run = jnp.where(position < length, run, 0)  # an earlier occurrence only
+    best = run.max()
+    at = jnp.where(run == best, position, -1).max() if latest else jnp.argmax(run)
+    source = at + 1 + jnp.arange(num_draft)
+    usable = (best >= min_n) & (source <= length)
+    token = jnp.where(usable, history[jnp.minimum(source, max_len - 1)], 0)
+    return token, jnp.where(usable, jnp.arange(num_draft), NO_PARENT)
+
+  def propose(params, state, root, slots):
+    del params  # unused
+    token, parent = jax.vmap(propose_slot)(state.history[slots.index], slots.length)
+    first = jnp.full_like(root, NO_PARENT)
+    tree = DraftTree(jnp.concatenate([root[:, None], token], 1),
+                     jnp.concatenate([first[:, None], parent], 1), None)
+    return tree, state
+
+  def observe(params, state, slots, committed):
+    del params  # unused
+    step = jnp.arange(committed.token.shape[1])
+    at = slots.length[:, None] + step
+    at = jnp.where(step < committed.count[:, None], at, max_len)
+    row = slots.index[:, None]
+    history = state.history.at[row, at].set(committed.token, mode="drop")
+    return NgramState(history.at[row, at + 1].set(committed.next_token, mode="drop"))
+
+  return Drafter(init, propose, observe, num_draft + 1, num_draft)
+
+
+def build(setup: DrafterSetup):
+  spec = setup.spec
+  drafter = ngram(spec.num_speculative_tokens, spec.prompt_lookup_max, spec.prompt_lookup_min,
+                  setup.max_model_len + 1, spec.prompt_lookup_latest)
+  return drafter, ()

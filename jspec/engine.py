@@ -1,0 +1,222 @@
+"""The engine: slots and pages on the host, one compiled step on the device, a loop in between."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspec import cache, step
+from jspec.config import EngineConfig, ModelConfig
+from jspec.drafters.base import Drafter
+from jspec.outputs import SpeculativeStats
+from jspec.request import NewToken, Request
+from jspec.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGPROBS, SamplingParams
+from jspec.scheduler import Scheduler
+from jspec.slot_sampling import empty_sampling, sampling_row
+from jspec.spec_config import SpeculativeConfig
+from jspec.types import FirstToken, SlotRequest, SpecState, StepOutput
+
+MAX_STEPS = 16  # of one device loop
+
+
+class Engine:
+  """Runs requests through the speculation step. `step()` is one turn of the loop.
+
+  Args:
+    params: the target's parameter tree; draft_params: the drafter's.
+    spec: for the draft length by batch size.
+  """
+
+  def __init__(self, model: ModelConfig, params: Any, drafter: Drafter, draft_params: Any,
+               config: EngineConfig, spec: SpeculativeConfig):
+    self.model, self.config, self.spec, self.drafter = model, config, spec, drafter
+    self.scheduler = Scheduler(config.max_num_seqs, config.num_pages, config.page_size,
+                               drafter.num_nodes)
+    self._params = {"target": params, "draft": draft_params}
+    step_config = step.StepConfig(
+        model, config.widths or step.default_widths(config.max_num_seqs, drafter.num_nodes),
+        config.rows_per_pass, MAX_LOGPROBS, config.numerics == "bitwise")
+    self.traces: dict[str, int] = {}  # by compiled function
+    self._step_config = step_config
+    self._prefills: dict[int, Any] = {}
+    self._run = self._jit("step", step.make_multi_step(step_config, drafter, MAX_STEPS), 1)
+    self._admit = self._jit("admit", step.admit, 0)
+    self._release = self._jit("release", step.release, 0)
+    self._key = jax.random.key(config.seed)
+    self._unseeded = 0
+    self._state = self._initial_state()
+
+  def _jit(self, name: str, function: Any, state_argument: int) -> Any:
+    """Compiled with its state donated; counts traces."""
+    def traced(*args):
+      self.traces[name] = self.traces.get(name, 0) + 1
+      return function(*args)
+
+    return jax.jit(traced, donate_argnums=state_argument)
+
+  def _initial_state(self) -> SpecState:
+    c, b = self.config, self.config.max_num_seqs
+    zeros = lambda dtype=jnp.int32: jnp.zeros(b, dtype)
+    return SpecState(
+        pages=cache.init_pages(self.model, c.num_pages, c.page_size, jnp.dtype(c.dtype)),
+        page_table=jnp.zeros((b, c.pages_per_slot(self.drafter.num_nodes)), jnp.int32),
+        length=zeros(), root=zeros(), active=zeros(bool), num_output=zeros(), limit=zeros(),
+        max_draft=zeros(), accepted=zeros(jnp.float32), tested=zeros(jnp.float32) + 1,
+        key=jax.random.split(self._key, b),
+        sampling=empty_sampling(b, self.model.vocab_size, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS),
+        draft=self.drafter.init(b, c.num_pages))
+
+  # ------------------------------------------------------------- the loop
+
+  def add(self, request: Request) -> None:
+    self.scheduler.add(request)
+
+  def abort(self, request: Request) -> None:
+    slot = self.scheduler.abort(request)
+    if slot is not None:
+      self._state = self._release(self._state, jnp.int32(slot))
+
+  @property
+  def busy(self) -> bool:
+    return bool(self.scheduler.waiting or self.scheduler.running)
+
+  def step(self, num_steps: int = MAX_STEPS) -> list[Request]:
+    """Admits and prefills what fits, runs up to num_steps steps; the requests that changed."""
+    changed = []
+    for slot, request, pages in self.scheduler.admit():
+      self._prefill(slot, request, pages)
+      changed.append(request)
+    if any(not r.finished for r in self.scheduler.running.values()):
+      changed += self._decode(num_steps)
+    for slot, request in list(self.scheduler.running.items()):
+      if request.finished:
+        self.scheduler.finish(slot)
+    return list(dict.fromkeys(changed))
+
+  def _decode(self, num_steps: int) -> list[Request]:
+    running = {s: r for s, r in self.scheduler.running.items() if not r.finished}
+    if any(r.params.stop for r in running.values()):
+      num_steps = 1  # only the host sees a stop string
+    self._state, out = self._run(self._step_params(len(running)), self._state,
+                                 jnp.int32(num_steps))
+    out = jax.tree.map(np.asarray, out)
+    for slot, request in running.items():
+      for new in _tokens(out, slot, request.params.logprobs):
+        request.push(new)
+      generated = min(int(out.num_tokens[slot]), len(request.tokens))
+      request.stats += _stats(out, slot, generated)
+      if request.finished and not out.finished[slot]:
+        self._state = self._release(self._state, jnp.int32(slot))
+    return list(running.values())
+
+  def _step_params(self, num_running: int) -> dict[str, Any]:
+    return {**self._params, "max_draft": jnp.int32(self.spec.draft_tokens_at(num_running))}
+
+  def _prefill(self, slot: int, request: Request, pages: list[int]) -> None:
+    table = np.zeros(self._state.page_table.shape[1], np.int32)
+    table[:len(pages)] = pages
+    params = request.params
+    depth = self.drafter.max_depth
+    draft = depth if params.num_speculative_tokens is None else params.num_speculative_tokens
+    row = SlotRequest(
+        jnp.asarray(table), jnp.int32(request.limit), jnp.int32(draft),
+        self._request_key(request),
+        sampling_row(params, request.prompt_ids, request.tokenizer, self.model.vocab_size))
+    self._state = self._admit(self._state, jnp.int32(slot), row)
+    ids, done = request.prompt_ids, 0
+    while done < len(ids):
+      size, count = self.config.prefill_chunk(len(ids) - done)
+      token = np.zeros(size + 1, np.int32)
+      chunk = ids[done:done + count + 1]
+      token[:len(chunk)] = chunk
+      done += count
+      self._state, first = self._prefill_program(size)(
+          self._step_params(1), self._state, jnp.int32(slot), token, jnp.int32(count),
+          jnp.bool_(done == len(ids)))
+    first = jax.tree.map(np.asarray, first)
+    request.push(_first_token(first, params.logprobs))
+    if request.finished and not first.finished:
+      self._state = self._release(self._state, jnp.int32(slot))
+
+  def _prefill_program(self, size: int) -> Any:
+    if size not in self._prefills:
+      self._prefills[size] = self._jit(
+          f"prefill{size}", step.make_prefill(self._step_config, self.drafter, size), 1)
+    return self._prefills[size]
+
+  def _request_key(self, request: Request) -> jax.Array:
+    """The key of a seeded request depends on its seed alone; others each get one of their own."""
+    seed = request.params.seed
+    if seed is None:
+      self._unseeded += 1
+      return jax.random.fold_in(self._key, self._unseeded)
+    return jax.random.fold_in(jax.random.key(seed & 0xFFFFFFFF), seed >> 32)
+
+  def compiled_step(self) -> Any:
+    """The step, lowered and compiled for the engine's shapes: for memory and cost analysis."""
+    return self._run.lower(self._step_params(1), self._state, jnp.int32(1)).compile()
+
+
+def check_request(params: SamplingParams, num_prompt: int, model: ModelConfig,
+                  config: EngineConfig, max_depth: int) -> int:
+  """The most tokens the request may generate; ValueError if it cannot be served as asked."""
+  if num_prompt == 0:
+    raise ValueError("the prompt is empty: at least one token is needed")
+  room = config.max_model_len - num_prompt
+  if room < 1:
+    raise ValueError(f"the prompt has {num_prompt} tokens, but max_model_len="
+                     f"{config.max_model_len} allows at most {config.max_model_len - 1}")
+  if params.min_tokens > room:
+    raise ValueError(f"min_tokens={params.min_tokens} does not fit: {num_prompt} prompt tokens "
+                     f"leave {room} of max_model_len={config.max_model_len}")
+  draft = params.num_speculative_tokens
+  if draft is not None and draft > max_depth:
+    raise ValueError(f"num_speculative_tokens={draft} exceeds the engine's {max_depth}")
+  for name, tokens in (("logit_bias", params.logit_bias or ()),
+                       ("stop_token_ids", params.stop_token_ids)):
+    bad = [t for t in tokens if not 0 <= t < model.vocab_size]
+    if bad:
+      raise ValueError(f"{name} names token {bad[0]}, but the vocabulary has "
+                       f"{model.vocab_size} tokens")
+  return room if params.max_tokens is None else min(room, params.max_tokens)
+
+
+def _tokens(out: StepOutput, slot: int, num_top: int | None) -> list[NewToken]:
+  """The slot's tokens of a device loop."""
+  tokens = []
+  for i in range(int(out.num_tokens[slot])):
+    top = tuple(zip(out.top_token[slot, i, :num_top].tolist(),
+                    out.top_logprob[slot, i, :num_top].tolist(), strict=True)) if num_top else ()
+    tokens.append(NewToken(int(out.tokens[slot, i]), bool(out.drafted[slot, i]),
+                           float(out.logprob[slot, i]), int(out.rank[slot, i]), top))
+  return tokens
+
+
+def _first_token(first: FirstToken, num_top: int | None) -> NewToken:
+  top = tuple(zip(first.top_token[:num_top].tolist(), first.top_logprob[:num_top].tolist(),
+                  strict=True)) if num_top else ()
+  return NewToken(int(first.token), False, float(first.logprob), int(first.rank), top)
+
+
+def _stats(out: StepOutput, slot: int, generated: int) -> SpeculativeStats:
+  drafted, accepted = out.drafted_at[slot], out.accepted_at[slot]
+  total = lambda histogram: int((histogram * np.arange(len(histogram))).sum())
+  return SpeculativeStats(
+      int(out.num_steps[slot]), int(out.num_drafts[slot]), total(drafted), total(accepted),
+      generated, tuple(accepted.tolist()), tuple(drafted.tolist()))
+
+
+def engine_config(model: ModelConfig, num_nodes: int, **fields) -> EngineConfig:
+  """EngineConfig with num_pages chosen so that every slot can reach max_model_len."""
+  config = EngineConfig(**fields)
+  if config.max_model_len > model.max_positions:
+    raise ValueError(f"max_model_len={config.max_model_len} exceeds the model's "
+                     f"{model.max_positions} positions")
+  if config.num_pages:
+    return config
+  return dataclasses.replace(
+      config, num_pages=config.max_num_seqs * config.pages_per_slot(num_nodes))

@@ -1,0 +1,205 @@
+"""LLM: the public Python API, in the shape vLLM users know."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from tqdm import tqdm
+
+from jspec import hub
+from jspec.config import EngineConfig, ModelConfig
+from jspec.drafters import DRAFTERS, DrafterSetup
+from jspec.engine import MAX_STEPS, Engine, check_request, engine_config
+from jspec.outputs import RequestOutput, Timing
+from jspec.request import Request
+from jspec.sampling_params import SamplingParams
+from jspec.slot_sampling import check_bad_words
+from jspec.spec_config import parse_speculative
+
+Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, str]]
+
+# Drafts are nearly free where a pass over the weights has arithmetic to spare.
+ACCELERATOR_ROWS_PER_PASS = 256.0
+
+
+class LLM:
+  """A model ready to generate.
+
+  Args:
+    model: a folder in Hugging Face format, a GGUF file, a Hugging Face repo id, the name of an
+      embedded model (`jspec models`), or a loaded hub.LoadedModel, whose weights are then shared.
+    speculative_config: vLLM's keys (method, model, num_speculative_tokens, prompt_lookup_max,
+      ...); None decodes plainly. The flags from before it (speculative_model="[ngram]", ...) are
+      taken as keyword arguments.
+    dtype: "float32", "bfloat16", or "auto": float32 on CPU, bfloat16 elsewhere.
+    max_model_len: longest prompt + output, tokens. max_num_seqs: requests run side by side.
+    page_size, num_pages: of the KV cache; num_pages=0 has room for every slot at max_model_len.
+    numerics: "bitwise" makes a token's logits independent of the verification width, so that
+      speculation changes not even near-ties, in float32 and bfloat16; costs up to a quarter of
+      plain decoding speed in float32 on CPU. "fast" leaves that to rounding.
+    seed: of the requests that have none of their own.
+    cache_dir: for downloaded models and compiled programs; None is the user's cache folder.
+    progress: show progress bars; None decides by the terminal.
+
+  Raises:
+    ValueError: for anything that cannot be done exactly as asked, before work is lost.
+  """
+
+  def __init__(self, model: str | pathlib.Path | hub.LoadedModel = "smollm2-135m-instruct", *,
+               speculative_config: Mapping[str, Any] | None = None, dtype: str = "auto",
+               max_model_len: int = 2048, max_num_seqs: int = 8, page_size: int = 32,
+               num_pages: int = 0, numerics: str = "fast", seed: int = 0,
+               cache_dir: str | pathlib.Path | None = None, progress: bool | None = None,
+               **older_flags: Any):
+    self.speculative = parse_speculative(
+        dict(speculative_config) if speculative_config is not None else None, older_flags)
+    if dtype == "auto":
+      dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    fields: dict[str, Any] = dict(
+        dtype=dtype, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
+        page_size=page_size, num_pages=num_pages, numerics=numerics, seed=seed)
+    if jax.default_backend() != "cpu":
+      fields["rows_per_pass"] = ACCELERATOR_ROWS_PER_PASS
+    EngineConfig(**fields)  # refuse bad values before a model is loaded
+    if self.speculative.num_speculative_tokens >= page_size:
+      raise ValueError(f"num_speculative_tokens={self.speculative.num_speculative_tokens} must be "
+                       f"smaller than {page_size=}: the tokens of a step must fit a page")
+    _use_compilation_cache(cache_dir)
+    load = lambda name: hub.load_model(name, dtype=dtype, cache_dir=cache_dir, progress=progress)
+    self.loaded = model if isinstance(model, hub.LoadedModel) else load(model)
+    self.config: ModelConfig = self.loaded.config
+    self.tokenizer = self.loaded.tokenizer
+    given = self.loaded.params["embed"].dtype
+    if given != jnp.dtype(dtype):
+      raise ValueError(f"{dtype=} was asked for, but the loaded model is {given}")
+    setup = DrafterSetup(
+        self.speculative, self.config, max_model_len, page_size, jnp.dtype(dtype),
+        numerics == "bitwise", lambda name: self._load_draft(name, load))
+    drafter, draft_params = DRAFTERS[self.speculative.method](setup)
+    self._engine_config = engine_config(self.config, drafter.num_nodes, **fields)
+    self.engine = Engine(self.config, self.loaded.params, drafter, draft_params,
+                         self._engine_config, self.speculative)
+    self._num_requests = 0
+
+  def _load_draft(self, name: str | None, load) -> tuple[ModelConfig, Any]:
+    draft = self.loaded if name == self.loaded.name else load(name)
+    if draft.config.vocab_size != self.config.vocab_size:
+      raise ValueError(f"draft model {name!r} has a vocabulary of {draft.config.vocab_size} "
+                       f"tokens, the target has {self.config.vocab_size}: they must be the same")
+    if draft.tokenizer.vocab_hash() != self.tokenizer.vocab_hash():
+      raise ValueError(f"draft model {name!r} has another tokenizer than the target: the same "
+                       "token ids stand for other texts")
+    return draft.config, draft.params
+
+  # ------------------------------------------------------------ generating
+
+  def generate(self, prompts: Prompt | Sequence[Prompt],
+               params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+               use_tqdm: bool = False) -> list[RequestOutput]:
+    """Completes each prompt (text or token ids); results in the order of the prompts."""
+    done: dict[str, RequestOutput] = {}
+    requests = self._requests(prompts, params)
+    with tqdm(total=len(requests), disable=not use_tqdm, unit="prompt") as bar:
+      for output in self._run(requests, MAX_STEPS):
+        if output.finished:
+          done[output.request_id] = output
+          bar.update()
+    return [done[group.request_id] for group in requests]
+
+  def chat(self, messages: Messages | Sequence[Messages],
+           params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+           use_tqdm: bool = False) -> list[RequestOutput]:
+    """Answers each conversation, a list of {"role", "content"}, through the chat template."""
+    conversations: list[Any] = list(messages)
+    if conversations and isinstance(conversations[0], Mapping):
+      conversations = [messages]
+    return self.generate([self.encode_chat(m) for m in conversations], params, use_tqdm=use_tqdm)
+
+  def stream(self, prompts: Prompt | Sequence[Prompt],
+             params: SamplingParams | Sequence[SamplingParams] | None = None
+             ) -> Iterator[RequestOutput]:
+    """Like generate, but yields snapshots, of any request in any order, as text appears."""
+    return self._run(self._requests(prompts, params), 1)
+
+  def encode_chat(self, messages: Messages, add_generation_prompt: bool = True) -> list[int]:
+    return self.tokenizer.apply_chat_template(messages, add_generation_prompt)
+
+  # --------------------------------------------------------------- inside
+
+  def _requests(self, prompts, params) -> list[_Group]:
+    """Checks everything before anything runs."""
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+      prompts = [prompts]
+    if params is None or isinstance(params, SamplingParams):
+      params = [params or SamplingParams()] * len(prompts)
+    if len(params) != len(prompts):
+      raise ValueError(f"{len(prompts)} prompts, but {len(params)} SamplingParams")
+    return [self._group(*pair) for pair in zip(prompts, params, strict=True)]
+
+  def _group(self, prompt: Prompt, params: SamplingParams) -> _Group:
+    ids = tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+    bad = [t for t in ids if not 0 <= t < self.config.vocab_size]
+    if bad:
+      raise ValueError(f"prompt token {bad[0]} is not in the vocabulary of "
+                       f"{self.config.vocab_size} tokens")
+    limit = check_request(params, len(ids), self.config, self._engine_config,
+                          self.engine.drafter.max_depth)
+    check_bad_words(params.bad_words, self.tokenizer)
+    self._num_requests += 1
+    name = str(self._num_requests - 1)
+    requests = []
+    for i in range(params.n):
+      own = params if params.seed is None else dataclasses.replace(params, seed=params.seed + i)
+      requests.append(Request(name, i, ids, own, limit, self.tokenizer))
+    return _Group(name, prompt if isinstance(prompt, str) else None, requests)
+
+  def _run(self, groups: list[_Group], num_steps: int) -> Iterator[RequestOutput]:
+    of = {id(r): group for group in groups for r in group.requests}
+    try:
+      for group in groups:
+        for request in group.requests:
+          self.engine.add(request)
+      while any(not r.finished for group in groups for r in group.requests):
+        changed = [of[id(r)] for r in self.engine.step(num_steps) if id(r) in of]
+        for group in dict.fromkeys(changed):
+          yield group.output()
+    finally:  # an error, or a reader that stopped reading
+      for group in groups:
+        for request in group.requests:
+          if not request.finished:
+            self.engine.abort(request)
+
+
+@dataclasses.dataclass(eq=False)
+class _Group:
+  """A prompt and its n requests."""
+
+  request_id: str
+  prompt: str | None
+  requests: list[Request]
+
+  def output(self) -> RequestOutput:
+    finished = all(r.finished for r in self.requests)
+    added = self.requests[0].added
+    first = min((r.first_token_at for r in self.requests if r.first_token_at), default=added)
+    last = max(r.finished_at for r in self.requests)
+    timing = Timing(first - added, last - added if finished else 0.0)
+    return RequestOutput(self.request_id, self.prompt, self.requests[0].prompt_ids,
+                         tuple(r.output() for r in self.requests), finished, timing)
+
+
+def _use_compilation_cache(cache_dir: str | pathlib.Path | None) -> None:
+  """Compiled programs are kept between runs, unless the user has set jax up otherwise."""
+  if jax.config.values["jax_compilation_cache_dir"] is None:
+    folder = hub.cache_folder(cache_dir) / "compiled"
+    os.makedirs(folder, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)

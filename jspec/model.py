@@ -1,0 +1,276 @@
+"""The decoder-only transformer: pure functions over a parameter tree.
+
+Prefill, plain decoding and tree verification are the same `forward`. Families (Llama, Qwen,
+Gemma, OPT, ...) differ in ModelConfig and in which parameters exist. The parameter tree, all
+matrices (in, out), norms always float32:
+
+  embed [V, E]; positions [max_positions, E] (learned_positions); final_norm; head {w [E, V]}
+  layers: list of {attn_norm, q, k, v, o, q_norm?, k_norm?, attn_post_norm?, mlp_norm,
+                   gate?, up, down, mlp_post_norm?}; a norm is {scale, bias?}, a matrix {w, b?}
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspec import cache
+from jspec.attention import paged_attention
+from jspec.config import ModelConfig
+from jspec.pallas.reference import tree_sum
+from jspec.types import KVPages, Rows
+
+Params = dict[str, Any]
+
+MIN_ROWS = 4  # XLA:CPU turns a matrix product with fewer rows into other code (see dense)
+MAX_ROWS = 32  # and again above this many, in float32
+
+
+def forward(
+    params: Params,
+    config: ModelConfig,
+    token: jax.Array,  # i32[B, N]
+    mask: jax.Array,  # bool[B, N, N], ancestors or self
+    rows: Rows,
+    pages: KVPages,
+    page_table: jax.Array,  # i32[B, max_pages]
+    length: jax.Array,  # i32[B]
+    *,
+    bitwise: bool = False,
+    feature_layers: tuple[int, ...] = (),
+) -> tuple[jax.Array, jax.Array, KVPages]:
+  """Runs the tree nodes named by `rows` on top of each slot's committed prefix.
+
+  Node i's KV goes to position length + i; its rotary position is length + depth.
+
+  Returns:
+    hidden [R, E]: the final normed hidden state of each row, ready for `logits`.
+    features [R, F]: hidden states named as in transformers' `hidden_states`: k is the input of
+      layer k, num_layers the final normed output; side by side in the order given.
+    pages: with the rows' keys and values written.
+  """
+  with jax.named_scope("embed"):
+    depth = mask.sum(-1, dtype=jnp.int32) - 1
+    position = length[rows.slot] + depth[rows.slot, rows.node]
+    x = embed(params, config, token[rows.slot, rows.node], position)
+  x, taps, pages = blocks(params["layers"], config, x, position, mask, rows, pages, page_table,
+                          length, bitwise=bitwise, taps=feature_layers)
+  hidden = norm(x, params["final_norm"], config, bitwise)
+  taps = {**taps, config.num_layers: hidden}
+  tapped = [taps[i] for i in feature_layers]
+  features = jnp.concatenate(tapped, -1) if tapped else jnp.zeros((x.shape[0], 0), x.dtype)
+  return hidden, features, pages
+
+
+def embed(params: Params, config: ModelConfig, token: jax.Array, position: jax.Array) -> jax.Array:
+  """[R] -> [R, E]."""
+  x = params["embed"][token]
+  if config.embed_scale != 1.0:
+    x = x * jnp.asarray(config.embed_scale, x.dtype)
+  if config.learned_positions:
+    x = x + params["positions"][jnp.minimum(position, config.max_positions - 1)]
+  return x
+
+
+def blocks(layers, config: ModelConfig, x, position, mask, rows: Rows, pages: KVPages, page_table,
+           length, *, bitwise=False, taps: tuple[int, ...] = ()):
+  """The decoder layers alone, for drafters that bring their own input x[R, E]."""
+  seen = {}
+  where = cache.locate_rows(rows, page_table, length, pages.k[0].shape[1])
+  angles = rope_angles(config, position)
+  keys, values = list(pages.k), list(pages.v)
+  for i, layer in enumerate(layers):
+    if i in taps:
+      seen[i] = x
+    sliding = i in config.sliding_layers
+    with jax.named_scope("attention"):
+      y = norm(x, layer["attn_norm"], config, bitwise)
+      q, k, v = (dense(y, layer[name], bitwise) for name in "qkv")
+      q, k = (_heads(a, layer.get(f"{name}_norm"), config, angles[sliding], bitwise)
+              for a, name in ((q, "q"), (k, "k")))
+      keys[i] = cache.write(keys[i], *where, k)
+      values[i] = cache.write(values[i], *where, v)
+      y = _attend(q, keys[i], values[i], page_table, length, mask, rows, config, sliding)
+      y = dense(y, layer["o"], bitwise)
+      if config.post_norms:
+        y = norm(y, layer["attn_post_norm"], config, bitwise)
+      x = x + y
+    with jax.named_scope("mlp"):
+      y = mlp(norm(x, layer["mlp_norm"], config, bitwise), layer, config, bitwise)
+      if config.post_norms:
+        y = norm(y, layer["mlp_post_norm"], config, bitwise)
+      x = x + y
+  return x, seen, KVPages(tuple(keys), tuple(values))
+
+
+def logits(params: Params, config: ModelConfig, hidden: jax.Array, bitwise=False) -> jax.Array:
+  """hidden [R, E] -> float32 [R, V]."""
+  with jax.named_scope("lm_head"):
+    if "head" in params:
+      out = dense(hidden, params["head"], bitwise)
+    else:
+      out = _rows_product(hidden, params["embed"], 1, bitwise)
+    out = out.astype(jnp.float32)
+    if config.final_soft_cap is not None:
+      out = config.final_soft_cap * jnp.tanh(out / config.final_soft_cap)
+    return out
+
+
+def dense(x: jax.Array, p: Params, bitwise: bool) -> jax.Array:
+  """x [R, in] @ w [in, out] (+ b)."""
+  y = _rows_product(x, p["w"], 0, bitwise)
+  return y + p["b"] if "b" in p else y
+
+
+def _rows_product(x, w, contract: int, bitwise: bool):
+  """x[R, in] times w, over w's axis `contract`.
+
+  XLA:CPU compiles one row to a matrix-vector product that rounds differently (and in bfloat16
+  first converts all of w to float32, every call), and above MAX_ROWS float32 rows it blocks the
+  sum differently. So bfloat16 always has at least MIN_ROWS rows, and `bitwise` keeps all widths
+  within one class: then a row's result does not depend on how many rows go with it.
+  """
+  num_rows = x.shape[0]
+  few = bitwise or (w.dtype == jnp.bfloat16 and jax.default_backend() == "cpu")
+  if few and num_rows < MIN_ROWS:
+    x = jnp.pad(x, ((0, MIN_ROWS - num_rows), (0, 0)))
+  multiply = lambda part: jax.lax.dot_general(part, w, (((1,), (contract,)), ((), ())))
+  if bitwise and num_rows > MAX_ROWS:
+    # The barrier keeps XLA from merging the products back into one.
+    parts = [x[i:i + MAX_ROWS] for i in range(0, num_rows, MAX_ROWS)]
+    parts[-1] = jnp.pad(parts[-1], ((0, max(0, MIN_ROWS - parts[-1].shape[0])), (0, 0)))
+    out = []
+    for part in parts:
+      part, w = jax.lax.optimization_barrier((part, w))
+      out.append(multiply(part))
+    return jnp.concatenate(out)[:num_rows]
+  return multiply(x)[:num_rows]
+
+
+def norm(x: jax.Array, p: Params, config: ModelConfig, bitwise: bool) -> jax.Array:
+  """RMSNorm (Zhang and Sennrich 2019) or LayerNorm, in float32 over the last axis."""
+  y = x.astype(jnp.float32)
+  total = tree_sum if bitwise else lambda a: a.sum(-1, keepdims=True)
+  if config.norm == "layer":
+    y = y - total(y) / y.shape[-1]
+  y = y * jax.lax.rsqrt(total(y * y) / y.shape[-1] + config.norm_eps) * p["scale"]
+  return (y + p["bias"] if "bias" in p else y).astype(x.dtype)
+
+
+def mlp(x: jax.Array, layer: Params, config: ModelConfig, bitwise: bool) -> jax.Array:
+  act = {"silu": jax.nn.silu, "gelu": lambda a: jax.nn.gelu(a, approximate=False),
+         "gelu_tanh": lambda a: jax.nn.gelu(a, approximate=True),
+         "relu": jax.nn.relu}[config.activation]
+  up = dense(x, layer["up"], bitwise)
+  y = act(dense(x, layer["gate"], bitwise)) * up if config.gated_mlp else act(up)
+  return dense(y, layer["down"], bitwise)
+
+
+def rope_angles(config: ModelConfig, position: jax.Array) -> dict[bool, tuple | None]:
+  """(cos, sin) float32 [R, 1, h/2] for full (False) and sliding-window (True) layers."""
+  if config.learned_positions:
+    return {False: None, True: None}
+  angle = position[:, None, None].astype(jnp.float32) * rope_frequencies(config, False)
+  full = jnp.cos(angle), jnp.sin(angle)
+  if config.rope_theta_local is None:
+    return {False: full, True: full}
+  angle = position[:, None, None].astype(jnp.float32) * rope_frequencies(config, True)
+  return {False: full, True: (jnp.cos(angle), jnp.sin(angle))}
+
+
+def rope_frequencies(config: ModelConfig, sliding: bool) -> np.ndarray:
+  """float32 [h/2], radians per position (Su et al. 2021), with Llama 3's scaling by wavelength."""
+  theta_local = config.rope_theta_local if sliding else None
+  theta = theta_local or config.rope_theta
+  frequency = 1.0 / theta ** (np.arange(0, config.head_dim, 2) / config.head_dim)
+  scaling = None if theta_local else config.rope_scaling
+  if scaling is not None and scaling.kind == "linear":
+    frequency = frequency / scaling.factor
+  elif scaling is not None:
+    wavelength = 2 * math.pi / frequency
+    low = scaling.original_max_positions / scaling.low_freq_factor
+    high = scaling.original_max_positions / scaling.high_freq_factor
+    smooth = (scaling.original_max_positions / wavelength - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor)
+    between = (1 - smooth) * frequency / scaling.factor + smooth * frequency
+    scaled = np.where(wavelength > low, frequency / scaling.factor, between)
+    frequency = np.where(wavelength < high, frequency, scaled)
+  return frequency.astype(np.float32)
+
+
+def _heads(x, p, config: ModelConfig, angles, bitwise):
+  """q or k rows [R, heads*h]: per-head norm, then rotation of the two halves."""
+  y = x.reshape(x.shape[0], -1, config.head_dim)
+  if p is not None:
+    y = norm(y, p, config, bitwise)
+  if angles is not None:
+    cos, sin = angles
+    half = config.head_dim // 2
+    a, b = y[..., :half].astype(jnp.float32), y[..., half:].astype(jnp.float32)
+    y = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
+  return y.reshape(x.shape)
+
+
+def _attend(q, k_pages, v_pages, page_table, length, mask, rows: Rows, config: ModelConfig,
+            sliding: bool):
+  """Unpacks query rows [R, H*h] to [B, N, H, h], attends, and packs the result again."""
+  b, n = mask.shape[:2]
+  q = q.reshape(-1, config.num_heads, config.head_dim)
+  q = jnp.take(q, rows.of_node.reshape(-1), axis=0, mode="fill", fill_value=0)
+  out = paged_attention(
+      q.reshape(b, n, config.num_heads, config.head_dim), k_pages, v_pages, page_table, length,
+      mask, scale=config.scale, soft_cap=config.attn_soft_cap,
+      window=config.window if sliding else None)
+  out = out.reshape(b, n, config.num_heads * config.head_dim)
+  return out[rows.slot, rows.node]
+
+
+def init_params(key: jax.Array, config: ModelConfig, dtype=jnp.float32) -> Params:
+  """Random parameters, for tests and for shapes: normal, scaled by 1/sqrt(fan in)."""
+  c = config
+  count = iter(range(10**6))
+
+  def matrix(fan_in, fan_out, bias=False):
+    out = {"w": _normal(jax.random.fold_in(key, next(count)), (fan_in, fan_out), fan_in, dtype)}
+    if bias:
+      out["b"] = _normal(jax.random.fold_in(key, next(count)), (fan_out,), 16, dtype)
+    return out
+
+  def norm_params(size):
+    out = {"scale": 1 + _normal(jax.random.fold_in(key, next(count)), (size,), 16, jnp.float32)}
+    if c.norm == "layer":
+      out["bias"] = _normal(jax.random.fold_in(key, next(count)), (size,), 16, jnp.float32)
+    return out
+
+  def layer():
+    out = {"attn_norm": norm_params(c.width), "mlp_norm": norm_params(c.width),
+           "q": matrix(c.width, c.num_heads * c.head_dim, c.qkv_bias),
+           "k": matrix(c.width, c.num_kv_heads * c.head_dim, c.qkv_bias),
+           "v": matrix(c.width, c.num_kv_heads * c.head_dim, c.qkv_bias),
+           "o": matrix(c.num_heads * c.head_dim, c.width, c.out_bias),
+           "up": matrix(c.width, c.mlp_dim, c.mlp_bias),
+           "down": matrix(c.mlp_dim, c.width, c.mlp_bias)}
+    if c.gated_mlp:
+      out["gate"] = matrix(c.width, c.mlp_dim, c.mlp_bias)
+    if c.qk_norm:
+      out |= {"q_norm": norm_params(c.head_dim), "k_norm": norm_params(c.head_dim)}
+    if c.post_norms:
+      out |= {"attn_post_norm": norm_params(c.width), "mlp_post_norm": norm_params(c.width)}
+    return out
+
+  params = {"embed": matrix(c.vocab_size, c.width)["w"] * math.sqrt(c.vocab_size / c.width),
+            "layers": [layer() for _ in range(c.num_layers)], "final_norm": norm_params(c.width)}
+  if c.learned_positions:
+    params["positions"] = _normal(jax.random.fold_in(key, next(count)),
+                                  (c.max_positions, c.width), 16, dtype)
+  if not c.tie_embeddings:
+    params["head"] = matrix(c.width, c.vocab_size)
+  return params
+
+
+def _normal(key, shape, fan_in, dtype):
+  return (jax.random.normal(key, shape) / math.sqrt(fan_in)).astype(dtype)

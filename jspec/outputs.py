@@ -1,0 +1,119 @@
+"""What a request gets back: text, token ids, log-probabilities and speculation statistics."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeculativeStats:
+  """Acceptance of one request or of many, defined as in vLLM.
+
+  `num_drafts` counts steps that verified at least one draft token, `num_draft_tokens` the tokens
+  verified, `num_accepted_tokens` those accepted, bonus tokens not counted.
+  """
+
+  num_steps: int = 0  # target forward passes after prefill
+  num_drafts: int = 0
+  num_draft_tokens: int = 0
+  num_accepted_tokens: int = 0
+  num_generated_tokens: int = 0  # by those steps: every token but the first
+  accepted_histogram: tuple[int, ...] = ()  # drafting steps by draft tokens accepted, 0..K
+  drafted_histogram: tuple[int, ...] = ()  # steps by draft tokens verified, 0..K
+
+  @property
+  def acceptance_rate(self) -> float:
+    """Accepted / drafted tokens; 0 where nothing was drafted."""
+    return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+  @property
+  def mean_acceptance_length(self) -> float:
+    """1 + accepted / drafts: tokens per step over the steps that drafted; 1 without drafts."""
+    return 1.0 + (self.num_accepted_tokens / self.num_drafts if self.num_drafts else 0.0)
+
+  @property
+  def tokens_per_step(self) -> float:
+    """Generated tokens per target forward pass, over all steps."""
+    return self.num_generated_tokens / self.num_steps if self.num_steps else 0.0
+
+  @property
+  def acceptance_per_position(self) -> tuple[float, ...]:
+    """Share of drafting steps whose draft token at each position (1..K) was accepted."""
+    counts = self.accepted_histogram
+    return tuple(sum(counts[i:]) / self.num_drafts if self.num_drafts else 0.0
+                 for i in range(1, len(counts)))
+
+  def __add__(self, other: SpeculativeStats) -> SpeculativeStats:
+    def add(a, b):
+      if not isinstance(a, tuple):
+        return a + b
+      size = max(len(a), len(b))
+      a, b = (x + (0,) * (size - len(x)) for x in (a, b))
+      return tuple(x + y for x, y in zip(a, b, strict=True))
+
+    return SpeculativeStats(*(add(getattr(self, f.name), getattr(other, f.name))
+                              for f in dataclasses.fields(self)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Logprob:
+  logprob: float
+  rank: int  # 1 is the likeliest token
+  decoded_token: str
+
+
+@dataclasses.dataclass(frozen=True)
+class CompletionOutput:
+  """One of a request's n outputs. Ids, log-probabilities and text end at the same token."""
+
+  index: int
+  text: str
+  token_ids: tuple[int, ...]
+  finish_reason: str | None = None  # "stop", "length", or None while running
+  stop_reason: int | str | None = None  # the stop token or string, None for the model's own end
+  logprobs: tuple[dict[int, Logprob], ...] | None = None  # per token: sampled first, then top
+  cumulative_logprob: float | None = None
+  speculation: SpeculativeStats = SpeculativeStats()
+  # For each token, whether the drafter had proposed it.
+  drafted: tuple[bool, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+  """Seconds since the request was added."""
+
+  first_token: float = 0.0
+  finished: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestOutput:
+  """A request's outputs so far. The properties are those of its first output."""
+
+  request_id: str
+  prompt: str | None
+  prompt_token_ids: tuple[int, ...]
+  outputs: tuple[CompletionOutput, ...]
+  finished: bool = False
+  timing: Timing = Timing()
+
+  @property
+  def text(self) -> str:
+    return self.outputs[0].text
+
+  @property
+  def token_ids(self) -> tuple[int, ...]:
+    return self.outputs[0].token_ids
+
+  @property
+  def logprobs(self):
+    return self.outputs[0].logprobs
+
+  @property
+  def finish_reason(self) -> str | None:
+    return self.outputs[0].finish_reason
+
+  @property
+  def speculation(self) -> SpeculativeStats:
+    """Over all outputs of the request."""
+    return sum((out.speculation for out in self.outputs[1:]), self.outputs[0].speculation)

@@ -1,0 +1,118 @@
+"""One output sequence on the host: its tokens, its text, and where it ends. No jax."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import NamedTuple
+
+from jspec.outputs import CompletionOutput, Logprob, SpeculativeStats
+from jspec.sampling_params import SamplingParams
+from jspec.tokenizer import Detokenizer, Tokenizer
+
+
+class NewToken(NamedTuple):
+  """A token as a step emits it."""
+
+  token: int
+  drafted: bool = False
+  logprob: float = 0.0
+  rank: int = 0
+  top: tuple[tuple[int, float], ...] = ()  # (token, logprob), likeliest first
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+  """A sequence being generated. `limit` is the most tokens it may have."""
+
+  request_id: str
+  index: int  # which of the prompt's n outputs
+  prompt_ids: tuple[int, ...]
+  params: SamplingParams
+  limit: int
+  tokenizer: Tokenizer
+  added: float = dataclasses.field(default_factory=time.perf_counter)
+  first_token_at: float = 0.0
+  finished_at: float = 0.0
+  tokens: list[int] = dataclasses.field(default_factory=list)
+  drafted: list[bool] = dataclasses.field(default_factory=list)
+  logprobs: list[dict[int, Logprob]] = dataclasses.field(default_factory=list)
+  text: str = ""
+  finish_reason: str | None = None
+  stop_reason: int | str | None = None
+  stats: SpeculativeStats = SpeculativeStats()
+
+  def __post_init__(self):
+    self._detokenizer = Detokenizer(self.tokenizer, self.params.skip_special_tokens)
+
+  @property
+  def finished(self) -> bool:
+    return self.finish_reason is not None
+
+  def push(self, new: NewToken) -> None:
+    """Appends one token; ends the request if it is the last. Later tokens are ignored.
+
+    In this order: a stop token, a stop string, the limit - so text, ids and log-probabilities end
+    at the same token, however many the step emitted.
+    """
+    if self.finished:
+      return
+    params = self.params
+    self.tokens.append(new.token)
+    self.drafted.append(new.drafted)
+    if not self.first_token_at:
+      self.first_token_at = time.perf_counter()
+    if params.logprobs is not None:
+      self.logprobs.append(self._logprobs(new))
+    own_end = new.token in self.tokenizer.eos_ids and not params.ignore_eos
+    stops = own_end or new.token in params.stop_token_ids
+    if stops and not params.include_stop_str_in_output:
+      self.text += self._detokenizer.flush()
+      return self._finish("stop", None if own_end else new.token)
+    seen = len(self.text)
+    self.text += self._detokenizer.push([new.token])
+    if stops:
+      self.text += self._detokenizer.flush()
+      return self._finish("stop", None if own_end else new.token)
+    at_limit = len(self.tokens) >= self.limit
+    if at_limit:
+      self.text += self._detokenizer.flush()
+    if len(self.tokens) > params.min_tokens and self._cut_at_stop_string(seen):
+      return None
+    if at_limit:
+      self._finish("length", None)
+    return None
+
+  def _cut_at_stop_string(self, seen: int) -> bool:
+    """Ends at the first stop string that reaches into the text beyond `seen` characters."""
+    found = [(at, stop) for stop in self.params.stop
+             if (at := self.text.find(stop, max(0, seen - len(stop) + 1))) >= 0]
+    if not found:
+      return False
+    at, stop = min(found)
+    self.text = self.text[:at + (len(stop) if self.params.include_stop_str_in_output else 0)]
+    self._finish("stop", stop)
+    return True
+
+  def _finish(self, reason: str, stop_reason: int | str | None) -> None:
+    self.finish_reason, self.stop_reason = reason, stop_reason
+    self.finished_at = time.perf_counter()
+
+  def _logprobs(self, new: NewToken) -> dict[int, Logprob]:
+    text = self.tokenizer.token_text
+    out = {new.token: Logprob(new.logprob, new.rank, text(new.token))}
+    for rank, (token, logprob) in enumerate(new.top[:self.params.logprobs], 1):
+      out.setdefault(token, Logprob(logprob, rank, text(token)))
+    return out
+
+  def output(self) -> CompletionOutput:
+    """A snapshot. While running, text that may turn out to begin a stop string is held back."""
+    text = self.text
+    held = max((len(stop) for stop in self.params.stop), default=1) - 1
+    if not self.finished and held and not self.params.include_stop_str_in_output:
+      text = text[:max(0, len(text) - held)]
+    wants = self.params.logprobs is not None
+    total = sum(list(row.values())[0].logprob for row in self.logprobs) if wants else None
+    return CompletionOutput(
+        self.index, text, tuple(self.tokens), self.finish_reason, self.stop_reason,
+        tuple(self.logprobs) if wants else None, total, self.stats, tuple(self.drafted))

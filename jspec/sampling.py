@@ -1,0 +1,195 @@
+"""From logits to the target distribution p, per tree node, and draws from it.
+
+Plain decoding and verification use the same functions. Order: penalties, logit_bias, min_tokens,
+bad_words -> temperature -> min_p -> top_k -> top_p (vLLM V1's). Penalties and bad_words count the
+tokens on the node's own path. Randomness is a function of (request key, absolute position of the
+token being drawn, role), so a draw does not depend on how many steps led to it, on the batch, or
+on what was drafted.
+"""
+
+from __future__ import annotations
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from jspec.types import PAD_TOKEN, DraftTree, Rows, SlotSampling
+
+# Bits of SlotSampling.token_flags.
+STOPS = 1  # ends the request
+NOT_BEFORE_MIN = 2  # forbidden until min_tokens tokens are out
+IN_PROMPT = 4
+
+# Roles of random numbers: a draft and its verification must never share one.
+TARGET, DRAFT, ACCEPT = 0, 1, 2
+
+BLOCK = 512  # of the two-level inverse CDF
+
+
+class NodeContext(flax.struct.PyTreeNode):
+  """What the next-token law of each row depends on, beyond the logits."""
+
+  slot: jax.Array  # i32[R]
+  path: jax.Array  # i32[R, D], draft tokens from below the root to the node, PAD_TOKEN beyond
+  depth: jax.Array  # i32[R]
+
+
+def node_context(draft: DraftTree, rows: Rows, mask: jax.Array) -> NodeContext:
+  """mask: bool[B, N, N] ancestors. D is N - 1: no path is longer."""
+  n = draft.token.shape[1]
+  depth = mask.sum(-1, dtype=jnp.int32) - 1  # i32[B, N]
+  at_depth = jax.nn.one_hot(depth - 1, n - 1, dtype=jnp.int32)  # [B, N, D]; the root nowhere
+  path = jnp.einsum("bij,bjd->bid", mask.astype(jnp.int32), at_depth * (draft.token + 1)[..., None])
+  return NodeContext(rows.slot, path[rows.slot, rows.node] - 1, depth[rows.slot, rows.node])
+
+
+def fold_keys(key: jax.Array, position: jax.Array, role: int) -> jax.Array:
+  """Keys [B] of requests, positions i32[B] -> keys [B] for the draw at that position."""
+  return jax.vmap(lambda k, t: jax.random.fold_in(jax.random.fold_in(k, t), role))(key, position)
+
+
+def uniforms(key: jax.Array, position: jax.Array, role: int) -> jax.Array:
+  """f32[B] in [0, 1)."""
+  return jax.vmap(jax.random.uniform)(fold_keys(key, position, role))
+
+
+def penalised(logits, s: SlotSampling, num_output, context: NodeContext) -> jax.Array:
+  """Float32 [R, V] scores after penalties, bias, min_tokens and bad_words."""
+  slot, path = context.slot, context.path
+  column = lambda x: x[slot][:, None]
+  flags = s.token_flags[slot]
+  row = jnp.arange(slot.shape[0])[:, None]
+  drop = jnp.where(path == PAD_TOKEN, logits.shape[1], path)
+  count = s.output_count[slot].at[row, drop].add(1, mode="drop")
+  seen = (count > 0) | (flags & IN_PROMPT > 0)
+  repetition = column(s.repetition_penalty)
+  x = jnp.where(seen, jnp.where(logits > 0, logits / repetition, logits * repetition), logits)
+  x = x - column(s.frequency_penalty) * count - column(s.presence_penalty) * (count > 0)
+  x = x + s.bias[slot]
+  early = (num_output[slot] + context.depth < s.min_tokens[slot])[:, None]
+  x = jnp.where(early & (flags & NOT_BEFORE_MIN > 0), -jnp.inf, x)
+  last, completes = _completed_bad_words(s, context)
+  return x.at[row, jnp.where(completes, last, x.shape[1])].set(-jnp.inf, mode="drop")
+
+
+def _completed_bad_words(s: SlotSampling, context: NodeContext):
+  """The tokens [R, W] that would complete a bad word at each row, and whether they would."""
+  words = s.bad_words[context.slot]  # [R, W, M]
+  length = s.recent.shape[1]
+  text = jnp.concatenate([s.recent[context.slot], context.path], 1)
+  index = jnp.arange(length) + context.depth[:, None]  # the last M - 1 tokens of the path
+  tail = jnp.take_along_axis(text, index, axis=1)[:, None]
+  head, last = words[..., :-1], words[..., -1]
+  return last, (last != PAD_TOKEN) & ((head == PAD_TOKEN) | (head == tail)).all(-1)
+
+
+def truncated(scores: jax.Array, s: SlotSampling, slot: jax.Array) -> jax.Array:
+  """Scores over the temperature, up to a constant; -inf where min_p, top_k or top_p forbid."""
+  temperature = s.temperature[slot][:, None]
+  below = scores - scores.max(-1, keepdims=True)  # so that no temperature overflows the maximum
+  x = jnp.where(temperature > 0, below / jnp.where(temperature > 0, temperature, 1), scores)
+  min_p, top_k, top_p = (v[slot][:, None] for v in (s.min_p, s.top_k, s.top_p))
+  x = jnp.where(x < x.max(-1, keepdims=True) + jnp.log(min_p), -jnp.inf, x)
+
+  def by_rank(x):
+    k = jnp.where(top_k > 0, top_k, x.shape[-1])
+    x = jnp.where(x >= _threshold(x, jnp.ones_like(x), k), x, -jnp.inf)
+    p = jax.nn.softmax(x)
+    return jnp.where((top_p >= 1) | (p >= _threshold(p, p, top_p)), x, -jnp.inf)
+
+  needed = ((top_k > 0) | (top_p < 1)).any()
+  return jax.lax.cond(needed, by_rank, lambda x: x, x)
+
+
+def _threshold(x: jax.Array, weight: jax.Array, amount: jax.Array) -> jax.Array:
+  """Largest t with weight of {x >= t} at least `amount`, per row: exact, by bisecting the bits.
+
+  So equal values stay or go together, whatever their order; no sort over the vocabulary.
+  """
+  bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
+  ordered = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # int order = float order
+
+  def halve(_, span):
+    low, high = span  # enough weight at or above low, not at or above high
+    middle = (low >> 1) + (high >> 1) + (low & high & 1)
+    enough = jnp.where(ordered >= middle, weight, 0).sum(-1, keepdims=True) >= amount
+    return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
+
+  low = ordered.min(-1, keepdims=True)
+  high = ordered.max(-1, keepdims=True) + 1
+  low, _ = jax.lax.fori_loop(0, 32, halve, (low, high))
+  return jax.lax.bitcast_convert_type(jnp.where(low < 0, low ^ 0x7FFFFFFF, low), jnp.float32)
+
+
+def needs_scores(s: SlotSampling, active: jax.Array) -> jax.Array:
+  """Whether any active slot asks for more than the argmax of its raw logits."""
+  changed = ((s.repetition_penalty != 1) | (s.presence_penalty != 0) | (s.frequency_penalty != 0)
+             | (s.min_tokens > 0) | (s.bad_words[..., -1] != PAD_TOKEN).any(-1)
+             | s.biased | (s.temperature > 0))
+  return (changed & active).any()
+
+
+def choose(logits, s: SlotSampling, num_output, active, context: NodeContext, u) -> jax.Array:
+  """One draw i32[R] from each row's target distribution; the argmax for greedy rows.
+
+  Args:
+    logits: f32[R, V]. u: f32[R], a uniform for each row.
+  """
+  def general(x):
+    x = truncated(penalised(x, s, num_output, context), s, context.slot)
+    drawn = inverse_cdf(jnp.exp(x - x.max(-1, keepdims=True)), u)
+    return jnp.where(s.temperature[context.slot] > 0, drawn, _argmax(x))
+
+  return jax.lax.cond(needs_scores(s, active), general, _argmax, logits)
+
+
+def probabilities(logits, s: SlotSampling, num_output, context: NodeContext) -> jax.Array:
+  """p, f32[R, V]: what `choose` draws from; one-hot for greedy rows."""
+  x = truncated(penalised(logits, s, num_output, context), s, context.slot)
+  greedy = s.temperature[context.slot][:, None] == 0
+  return jnp.where(greedy, jax.nn.one_hot(_argmax(x), x.shape[-1]), jax.nn.softmax(x))
+
+
+def inverse_cdf(weight: jax.Array, u: jax.Array) -> jax.Array:
+  """Index i32[R] drawn in proportion to weight f32[R, V] >= 0 by the uniforms u f32[R].
+
+  Two levels (block sums, then one block): a single pass over the vocabulary and one random number
+  per draw. An index of weight 0 is never returned.
+  """
+  r, v = weight.shape
+  weight = jnp.pad(weight, ((0, 0), (0, -v % BLOCK))).reshape(r, -1, BLOCK)
+  upto = jnp.cumsum(weight.sum(-1), -1)  # [R, blocks]
+  point = u * upto[:, -1]
+  last = (upto < upto[:, -1:]).sum(-1)  # first block to reach the total
+  block = jnp.minimum((upto <= point[:, None]).sum(-1), last)
+  before = jnp.where(block > 0, jnp.take_along_axis(upto, block[:, None] - 1, 1)[:, 0], 0)
+  inside = jnp.take_along_axis(weight, block[:, None, None], 1)[:, 0]
+  beyond = (before[:, None] + jnp.cumsum(inside, -1) > point[:, None]) & (inside > 0)
+  # Rounding can leave the point beyond the block's own sum: then its last possible index.
+  final = BLOCK - 1 - jnp.argmax((inside > 0)[:, ::-1], -1)
+  index = jnp.where(beyond.any(-1), jnp.argmax(beyond, -1), final)
+  return (block * BLOCK + index).astype(jnp.int32)
+
+
+def _argmax(x: jax.Array) -> jax.Array:
+  return jnp.argmax(x, -1).astype(jnp.int32)
+
+
+def logprobs(logits: jax.Array, token: jax.Array, num_top: int):
+  """Under the raw logits [R, V]: (log-probability, rank) of token[R] and the top tokens [R, X]."""
+  normaliser = jax.nn.logsumexp(logits, -1)
+  chosen = jnp.take_along_axis(logits, token[:, None], 1)
+  top, top_token = jax.lax.top_k(logits, num_top)
+  rank = (logits > chosen).sum(-1, dtype=jnp.int32) + 1
+  return chosen[:, 0] - normaliser, rank, top_token, top - normaliser[:, None]
+
+
+def record(s: SlotSampling, emitted: jax.Array, count: jax.Array) -> SlotSampling:
+  """Adds emitted i32[B, T] (count[B] of them real) to the token statistics."""
+  real = jnp.arange(emitted.shape[1]) < count[:, None]
+  slot = jnp.arange(emitted.shape[0])[:, None]
+  token = jnp.where(real, emitted, s.output_count.shape[1])
+  text = jnp.concatenate([s.recent, emitted], 1)
+  index = jnp.arange(s.recent.shape[1]) + count[:, None]
+  return s.replace(output_count=s.output_count.at[slot, token].add(1, mode="drop"),
+                   recent=jnp.take_along_axis(text, index, axis=1))

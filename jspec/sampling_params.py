@@ -1,0 +1,132 @@
+"""What a request asks of sampling. Every field is applied exactly, speculation or not."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+MAX_LOGPROBS = 20  # per token, beside the token itself
+MAX_BAD_WORDS = 16  # of more than one token; single tokens are unlimited
+MAX_BAD_WORD_TOKENS = 8
+MAX_SEED = 2**63 - 1
+LARGEST = 1e30  # of any number: float32 arithmetic on logits stays finite
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+  """Sampling parameters, named and defaulted as in vLLM.
+
+  Args:
+    n: outputs per prompt; output i uses seed + i where a seed is given.
+    temperature: 0 is greedy (argmax, first index on ties).
+    top_k: keep the k most likely tokens (ties with the k-th stay); 0 or -1 keeps all.
+    top_p: keep the smallest set of likeliest tokens with at least this mass (ties stay together).
+    min_p: drop tokens less likely than min_p times the likeliest.
+    seed: same seed, same text: alone, in any batch, with or without deterministic drafts.
+    repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or
+      output (Keskar et al. 2019).
+    presence_penalty, frequency_penalty: subtracted once, or per occurrence in the output.
+    logit_bias: token id -> number added to its logit.
+    bad_words: texts that are never generated. With and without a space before.
+    min_tokens: no stop token before this many; max_tokens: None is as many as fit.
+    stop: strings that end the text (cut off unless include_stop_str_in_output).
+    stop_token_ids: tokens that end it, beside the model's own end tokens.
+    ignore_eos: go on past the model's end tokens.
+    logprobs: log-probabilities of the sampled token and this many likeliest, under the model's
+      raw distribution; None returns none.
+    num_speculative_tokens: draft tokens per step for this request, at most the engine's; 0 turns
+      speculation off for it.
+    skip_special_tokens: leave special tokens out of the text.
+  """
+
+  n: int = 1
+  temperature: float = 1.0
+  top_k: int = 0
+  top_p: float = 1.0
+  min_p: float = 0.0
+  seed: int | None = None
+  repetition_penalty: float = 1.0
+  presence_penalty: float = 0.0
+  frequency_penalty: float = 0.0
+  logit_bias: Mapping[int, float] | None = None
+  bad_words: Sequence[str] = ()
+  min_tokens: int = 0
+  max_tokens: int | None = 16
+  stop: str | Sequence[str] = ()
+  stop_token_ids: Sequence[int] = ()
+  include_stop_str_in_output: bool = False
+  ignore_eos: bool = False
+  logprobs: int | None = None
+  num_speculative_tokens: int | None = None
+  skip_special_tokens: bool = True
+
+  def __post_init__(self):
+    for name in ("stop", "bad_words", "stop_token_ids"):
+      object.__setattr__(self, name, _listed(name, getattr(self, name)))
+    object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
+    if self.logit_bias is not None:
+      object.__setattr__(self, "logit_bias", _token_bias(self.logit_bias))
+    self._check_numbers()
+    for name in ("stop", "bad_words"):
+      if any(not isinstance(text, str) or not text for text in getattr(self, name)):
+        raise ValueError(f"{name} must hold non-empty strings, got {getattr(self, name)!r}")
+    if any(isinstance(t, bool) or not isinstance(t, int) or t < 0 for t in self.stop_token_ids):
+      raise ValueError(f"stop_token_ids must be token ids >= 0, got {self.stop_token_ids!r}")
+    for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+      if not isinstance(getattr(self, name), bool):
+        raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+
+  def _check_numbers(self):
+    ranges = (("n", 1, None), ("top_k", 0, None), ("min_tokens", 0, None), ("max_tokens", 1, None),
+              ("seed", 0, MAX_SEED), ("logprobs", 0, MAX_LOGPROBS),
+              ("num_speculative_tokens", 0, None))
+    for name, low, high in ranges:
+      value = getattr(self, name)
+      if value is None and name in ("max_tokens", "seed", "logprobs", "num_speculative_tokens"):
+        continue
+      if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} must be an integer, got {value!r}")
+      if value < low or (high is not None and value > high):
+        allowed = f">= {low}" if high is None else f"in {low}..{high}"
+        raise ValueError(f"{name} must be {allowed}, got {value}")
+    for name, low, high in (("temperature", 0, LARGEST), ("min_p", 0, 1),
+                            ("presence_penalty", -2, 2), ("frequency_penalty", -2, 2),
+                            ("repetition_penalty", 1 / LARGEST, LARGEST)):
+      _check_real(name, getattr(self, name), low, high)
+    _check_real("top_p", self.top_p, 0, 1, above=True)
+    if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+      raise ValueError(f"min_tokens={self.min_tokens} must not exceed max_tokens={self.max_tokens}")
+
+
+def _check_real(name: str, value, low, high, above: bool = False):
+  if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    raise ValueError(f"{name} must be a finite number, got {value!r}")
+  if value < low or (above and value == low) or value > high:
+    raise ValueError(f"{name} must be {'>' if above else '>='} {low} and <= {high}, got {value}")
+
+
+def _listed(name: str, value) -> tuple:
+  """None, one string or a sequence -> tuple."""
+  if value is None or isinstance(value, str):
+    return () if not value else (value,)
+  try:
+    return tuple(value)
+  except TypeError:
+    raise ValueError(f"{name} must be a list, got {value!r}") from None
+
+
+def _token_bias(bias: Mapping) -> dict[int, float]:
+  if not isinstance(bias, Mapping):
+    raise ValueError(f"logit_bias must map token ids to numbers, got {bias!r:.60}")
+  out = {}
+  for token, value in bias.items():
+    try:
+      out[int(str(token))] = float(value)  # JSON has no integer keys
+    except (TypeError, ValueError):
+      raise ValueError(f"logit_bias must map token ids to numbers, got {token!r}: {value!r}"
+                       ) from None
+    if not abs(float(value)) <= LARGEST:
+      raise ValueError(f"logit_bias must be within -{LARGEST} and {LARGEST}, "
+                       f"got {token!r}: {value!r}")
+  return out

@@ -1,0 +1,278 @@
+"""The speculation step: propose -> forward -> verify -> commit -> observe, in one program.
+
+The step is compiled once. Its cost follows the drafts: among a few fixed widths (rows computed,
+nodes per slot) it runs the forward that promises the most tokens per unit of time, so a step in
+which the drafter has nothing to say costs what plain decoding costs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jspec import cache, model, sampling, tree
+from jspec.control import run_if
+from jspec.drafters.base import Drafter
+from jspec.plan import PRIOR, StepConfig, learned, plan
+from jspec.plan import default_widths as default_widths
+from jspec.step_output import append, describe, empty_output
+from jspec.types import (
+  NO_PARENT,
+  Committed,
+  DraftTree,
+  FirstToken,
+  KVPages,
+  SlotRequest,
+  Slots,
+  SpecState,
+  StepOutput,
+  Verdict,
+)
+from jspec.verify import verify, verify_point_mass
+
+
+def make_step(config: StepConfig, drafter: Drafter) -> Callable:
+  """step(params, state) -> (state, StepOutput); params: {"target", "draft", "max_draft"}.
+
+  Not jitted: the caller jits it, donating the state.
+  """
+  if config.widths[-1][0] < config.widths[0][0] * drafter.num_nodes:
+    raise ValueError(f"widths {config.widths} hold no full tree of {drafter.num_nodes} nodes")
+
+  def step(params, state: SpecState) -> tuple[SpecState, StepOutput]:
+    with jax.named_scope("propose"):
+      draft, draft_state = _propose(params, state, drafter)
+      state = state.replace(draft=draft_state)
+      draft = _within_limits(draft, state, params["max_draft"], drafter.max_depth)
+    keep, choice = plan(draft, state, config)
+    carry = state, empty_output(state, drafter.max_depth + 1, drafter, config.max_logprobs)
+    for i, (num_rows, num_nodes) in enumerate(config.widths):
+      narrow, narrow_keep = jax.tree.map(lambda x, n=num_nodes: x[:, :n], (draft, keep))
+      run = functools.partial(_advance, params, draft, narrow, narrow_keep, num_rows, config,
+                              drafter)
+      carry = run_if(choice == i, run, carry)
+    return carry
+
+  return step
+
+
+def make_multi_step(config: StepConfig, drafter: Drafter, max_steps: int) -> Callable:
+  """run(params, state, num_steps) -> (state, StepOutput of up to max_steps steps).
+
+  Stops early when a slot finishes (the host may have somebody waiting) or none is active.
+  """
+  step = make_step(config, drafter)
+  width = drafter.max_depth + 1
+
+  def run(params, state: SpecState, num_steps: jax.Array) -> tuple[SpecState, StepOutput]:
+    def go_on(carry):
+      i, state, output = carry
+      return (i < num_steps) & state.active.any() & ~output.finished.any()
+
+    def body(carry):
+      i, state, output = carry
+      state, new = step(params, state)
+      return i + 1, state, append(output, new)
+
+    output = empty_output(state, max_steps * width, drafter, config.max_logprobs)
+    num_steps = jnp.minimum(num_steps, max_steps)
+    return jax.lax.while_loop(go_on, body, (jnp.int32(0), state, output))[1:]
+
+  return run
+
+
+def make_prefill(config: StepConfig, drafter: Drafter, num_tokens: int) -> Callable:
+  """prefill(params, state, slot, token i32[T + 1], count, is_last) -> (state, FirstToken).
+
+  One chunk of one slot's prompt: a chain whose tokens are all accepted. token[count] is the next
+  chunk's first token; after the last chunk the first output token is drawn instead.
+  """
+  c = config.model
+
+  def prefill(params, state: SpecState, slot, token, count, is_last):
+    slots = _slots(state, slot[None])
+    mask = tree.chain_mask(1, num_tokens)
+    rows = tree.pack(jnp.arange(num_tokens)[None] < count, num_tokens)
+    hidden, feature, pages = model.forward(
+        params["target"], c, token[None, :-1], mask, rows, state.pages, slots.page_table,
+        slots.length, feature_layers=drafter.feature_layers)
+    state = state.replace(pages=pages)
+    end = jnp.take_along_axis(hidden, (count - 1)[None, None], axis=0)
+    state, first = run_if(
+        is_last, lambda carry: _emit_first(params, carry[0], slot, count, end, config),
+        (state, _no_token(token[count], config.max_logprobs)))
+    at_end = jnp.arange(num_tokens) == count - 1
+    committed = Committed(token[None, :-1], jnp.where(at_end, first.token, token[1:])[None],
+                          feature[None], count[None])
+    draft = drafter.observe(params["draft"], state.draft, slots, committed)
+    return state.replace(draft=draft, length=state.length.at[slot].add(count)), first
+
+  return prefill
+
+
+def admit(state: SpecState, slot: jax.Array, request: SlotRequest) -> SpecState:
+  """Puts a request into a slot; prefill follows."""
+  put = lambda old, new: old.at[slot].set(new)
+  return state.replace(
+      page_table=put(state.page_table, request.page_table), length=put(state.length, 0),
+      active=put(state.active, False), num_output=put(state.num_output, 0),
+      limit=put(state.limit, request.limit), max_draft=put(state.max_draft, request.max_draft),
+      accepted=put(state.accepted, PRIOR[0]), tested=put(state.tested, PRIOR[1]),
+      key=put(state.key, request.key),
+      sampling=jax.tree.map(put, state.sampling, request.sampling))
+
+
+def release(state: SpecState, slot: jax.Array) -> SpecState:
+  """Takes a slot out of the running, e.g. at a stop string that only the host can see."""
+  return state.replace(active=state.active.at[slot].set(False))
+
+
+# ------------------------------------------------------------------ parts
+
+
+def _slots(state: SpecState, index: jax.Array) -> Slots:
+  length = state.length[index]
+  keys = sampling.fold_keys(state.key[index], length + 1, sampling.DRAFT)
+  return Slots(index, state.page_table[index], length, state.sampling.temperature[index], keys)
+
+
+def _all_slots(state: SpecState) -> Slots:
+  return _slots(state, jnp.arange(state.root.shape[0]))
+
+
+def _propose(params, state: SpecState, drafter: Drafter):
+  """The drafter's tree and state; nothing is run where no slot may draft."""
+  slots = _all_slots(state)
+  run = lambda: drafter.propose(params["draft"], state.draft, state.root, slots)
+  shape = jax.eval_shape(run)[0]
+  nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape)
+  nothing = nothing.replace(token=nothing.token.at[:, 0].set(state.root),
+                            parent=nothing.parent + NO_PARENT)
+  wanted = state.active & (jnp.minimum(state.max_draft, params["max_draft"]) > 0) & (
+      state.limit - state.num_output > 1)
+  return run_if(
+      wanted.any(),
+      lambda carry: drafter.propose(params["draft"], carry[1], state.root, slots),
+      (nothing, state.draft))
+
+
+def _within_limits(draft: DraftTree, state: SpecState, max_draft, max_depth: int) -> DraftTree:
+  """Cuts nodes deeper than the request, the engine or the room left allows."""
+  depth = tree.ancestors(draft.parent, max_depth).sum(-1) - 1
+  room = jnp.minimum(jnp.minimum(state.max_draft, max_draft), state.limit - state.num_output - 1)
+  allowed = (depth <= room[:, None]) & state.active[:, None]
+  return draft.replace(parent=jnp.where(allowed, draft.parent, NO_PARENT))
+
+
+def _advance(params, proposal: DraftTree, draft: DraftTree, keep, num_rows: int,
+             config: StepConfig, drafter: Drafter, carry: tuple[SpecState, StepOutput]):
+  """Forward, verify, commit and observe at one width."""
+  state, output = carry
+  draft = draft.replace(parent=jnp.where(keep, draft.parent, NO_PARENT))
+  mask = tree.ancestors(draft.parent, draft.token.shape[1] - 1)
+  rows = tree.pack(keep, num_rows)
+  with jax.named_scope("forward"):
+    hidden, feature, pages = model.forward(
+        params["target"], config.model, draft.token, mask, rows, state.pages, state.page_table,
+        state.length, bitwise=config.bitwise, feature_layers=drafter.feature_layers)
+    logits = model.logits(params["target"], config.model, hidden, config.bitwise)
+  with jax.named_scope("verify"):
+    verdict = _judge(logits, draft, mask, rows, state, drafter)
+    verdict = verdict.replace(path=verdict.path[:, :drafter.max_depth + 1])
+  with jax.named_scope("commit"):
+    if not drafter.is_chain:
+      pages = cache.commit(pages, state.page_table, state.length, verdict)
+    committed, finished = _cut(draft, verdict, feature, rows, state)
+    output = describe(output, logits, rows, verdict, committed, keep, finished, state)
+  with jax.named_scope("observe"):
+    draft_state = drafter.observe(params["draft"], state.draft, _all_slots(state), committed)
+    state = _update(state, pages, draft_state, proposal, draft, verdict, committed, finished)
+  return state, output
+
+
+def _judge(logits, draft: DraftTree, mask, rows, state: SpecState, drafter: Drafter) -> Verdict:
+  b, n = draft.token.shape
+  context = sampling.node_context(draft, rows, mask)
+  unpack = lambda x: jnp.take(x, rows.of_node, axis=0, mode="fill", fill_value=0)
+  if not drafter.sampled:
+    position = state.length[rows.slot] + context.depth + 1
+    u = sampling.uniforms(state.key[rows.slot], position, sampling.TARGET)
+    choice = sampling.choose(logits, state.sampling, state.num_output, state.active, context, u)
+    return verify_point_mass(draft, unpack(choice), mask)
+  p = sampling.probabilities(logits, state.sampling, state.num_output, context)
+  ahead = state.length[:, None] + jnp.arange(1, n + 1)
+  position = state.length[:, None] + mask.sum(-1) - 1
+  draw = lambda key, at: jax.vmap(jax.random.uniform)(sampling.fold_keys(
+      jnp.broadcast_to(key, at.shape), at, sampling.TARGET))
+  u_bonus = jax.vmap(draw)(state.key, ahead)
+  accept_keys = jax.vmap(lambda key, at: sampling.fold_keys(
+      jnp.broadcast_to(key, at.shape), at, sampling.ACCEPT))(state.key, position)
+  # Siblings share a position: the node number sets their coins apart.
+  u_accept = jax.vmap(jax.vmap(lambda key, i: jax.random.uniform(jax.random.fold_in(key, i))),
+                      (0, None))(accept_keys, jnp.arange(n))
+  return verify(draft, unpack(p), u_accept, u_bonus)
+
+
+def _cut(draft: DraftTree, verdict: Verdict, feature, rows, state: SpecState):
+  """The accepted run up to its first stop token or the request's limit, and who finished."""
+  token = tree.along_path(draft.token, verdict.path)
+  step = jnp.arange(token.shape[1])
+  next_token = jnp.where(step == verdict.num_accepted[:, None], verdict.bonus[:, None],
+                         jnp.roll(token, -1, 1))
+  count = verdict.num_accepted + 1
+  flags = jnp.take_along_axis(state.sampling.token_flags, next_token, axis=1)
+  stops = (flags & sampling.STOPS > 0) & (step < count[:, None])
+  upto = jnp.where(stops.any(1), jnp.argmax(stops, 1) + 1, count)
+  count = jnp.where(state.active, jnp.minimum(upto, state.limit - state.num_output), 0)
+  finished = (stops & (step < count[:, None])).any(1) | (
+      state.num_output + count >= state.limit)
+  row = tree.along_path(rows.of_node, verdict.path)
+  feature = jnp.take(feature, row, axis=0, mode="fill", fill_value=0)
+  return Committed(token, next_token, feature, count), finished & state.active
+
+
+def _update(state: SpecState, pages: KVPages, draft_state, proposal: DraftTree, draft: DraftTree,
+            verdict: Verdict, committed: Committed, finished) -> SpecState:
+  count = committed.count
+  last = jnp.take_along_axis(committed.next_token, jnp.maximum(count - 1, 0)[:, None], 1)[:, 0]
+  accepted, tested = learned(state, proposal, draft, verdict, committed)
+  return state.replace(
+      pages=pages, draft=draft_state, length=state.length + count,
+      root=jnp.where(count > 0, last, state.root), active=state.active & ~finished,
+      num_output=state.num_output + count, accepted=accepted, tested=tested,
+      sampling=sampling.record(state.sampling, committed.next_token, count))
+
+
+def _emit_first(params, state: SpecState, slot, count, hidden, config: StepConfig):
+  """Draws the token after the prompt, as the slot's root."""
+  s = state.sampling
+  logits = model.logits(params["target"], config.model, hidden, config.bitwise)
+  position = (state.length[slot] + count)[None]
+  u = sampling.uniforms(state.key[slot][None], position, sampling.TARGET)
+  zero = jnp.zeros(1, jnp.int32)
+  context = sampling.NodeContext(slot[None], jnp.zeros((1, 0), jnp.int32), zero)
+  this = jnp.arange(state.root.shape[0]) == slot
+  root = sampling.choose(logits, s, state.num_output, this, context, u)
+  first = _no_token(root[0], config.max_logprobs)
+
+  def with_logprobs(first):
+    logprob, rank, top, top_logprob = sampling.logprobs(logits, root, config.max_logprobs)
+    return first.replace(logprob=logprob[0], rank=rank[0], top_token=top[0],
+                         top_logprob=top_logprob[0])
+
+  first = run_if(s.logprobs[slot], with_logprobs, first)
+  stops = s.token_flags[slot, root[0]] & sampling.STOPS > 0
+  finished = stops | (state.limit[slot] <= 1)
+  return state.replace(
+      root=state.root.at[slot].set(root[0]), num_output=state.num_output.at[slot].set(1),
+      active=state.active.at[slot].set(~finished),
+      sampling=sampling.record(s, jnp.where(this, root[0], 0)[:, None], this.astype(jnp.int32))
+  ), first.replace(finished=finished)
+
+
+def _no_token(token: jax.Array, num_top: int) -> FirstToken:
+  return FirstToken(token, jnp.float32(0), jnp.zeros(num_top, jnp.int32),
+                    jnp.zeros(num_top), jnp.int32(0), jnp.bool_(False))

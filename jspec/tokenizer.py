@@ -1,0 +1,229 @@
+"""Text <-> token ids over the `tokenizers` library, chat prompts, incremental detokenization."""
+
+from __future__ import annotations
+
+import codecs
+import dataclasses
+import functools
+import hashlib
+import json
+import pathlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import tokenizers
+import tokenizers.decoders
+
+from jspec.chat_template import Message, render_chat
+
+# Turn endings that GGUF metadata does not always list, stopped at if they are control tokens.
+_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+_MAX_HELD = 16  # tokens; no decoder but byte-level splits a character over more
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")  # how SentencePiece spells a byte
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Tokenizer:
+  """A model's tokenizer with everything around it that generation needs."""
+
+  backend: tokenizers.Tokenizer
+  eos_ids: tuple[int, ...]
+  bos_id: int | None = None
+  chat_template: str | None = None
+  special_tokens: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+  @functools.cached_property
+  def vocab_size(self) -> int:
+    """One more than the largest token id; the model's embedding may have more rows."""
+    return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
+
+  def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    if not isinstance(text, str):
+      raise ValueError(f"a prompt must be a string, got {type(text).__name__}")
+    try:
+      return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+    except TypeError:  # a lone surrogate: str without a UTF-8 form
+      raise ValueError("a prompt must be valid Unicode text") from None
+
+  def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+    return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
+
+  def apply_chat_template(self, messages: Sequence[Message],
+                          add_generation_prompt: bool = True) -> list[int]:
+    """The prompt ids of a conversation; ValueError if the model has no template."""
+    if self.chat_template is None:
+      raise ValueError("this model has no chat template; give a plain prompt instead of messages")
+    text = render_chat(self.chat_template, messages, special_tokens=self.special_tokens,
+                       add_generation_prompt=add_generation_prompt)
+    return self.encode(text, add_special_tokens=False)
+
+  def token_text(self, token: int) -> str:
+    """One token for people to read: its text, or its name if it is special or half a character."""
+    text = self.decode([token], skip_special_tokens=False)
+    spelled = self.backend.id_to_token(token)
+    return (spelled or "") if "\ufffd" in text or not text else text
+
+  @functools.cached_property
+  def special_ids(self) -> frozenset[int]:
+    """Ids that decode leaves out."""
+    added = self.backend.get_added_tokens_decoder()
+    return frozenset(i for i, token in added.items() if token.special)
+
+  def vocab_hash(self) -> str:
+    """Equal for tokenizers with the same token -> id map: what a draft model must share."""
+    vocab = self.backend.get_vocab(with_added_tokens=True)
+    text = json.dumps(sorted(vocab.items()), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+class Detokenizer:
+  """Text of a growing list of ids: the deltas join to `decode(all ids)`, never half a character.
+
+  A byte-level vocabulary is decoded byte by byte. Other decoders treat the first token apart, so
+  the ids since the last delta are decoded after one delta of context: O(1) per token either way.
+  """
+
+  def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True):
+    self._backend = tokenizer.backend
+    self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+    self._byte_level = isinstance(self._backend.decoder, tokenizers.decoders.ByteLevel)
+    self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+    self._context: list[int] = []  # ids of the last delta
+    self._pending: list[int] = []  # ids without a delta yet
+
+  def push(self, ids: Iterable[int]) -> str:
+    """The text that these ids complete."""
+    ids = [i for i in map(int, ids) if i not in self._skipped and self._spelled(i)]
+    if self._byte_level:
+      return self._utf8.decode(b"".join(map(self._bytes, ids)))
+    self._pending += ids
+    # Whether a run of byte tokens is valid UTF-8 is known only where it ends.
+    if not self._pending or _BYTE_TOKEN.fullmatch(self._spelled(self._pending[-1])):
+      return ""
+    return self._delta(held=_MAX_HELD)
+
+  def flush(self) -> str:
+    """What was held back: the generation is over."""
+    return self._utf8.decode(b"", final=True) if self._byte_level else self._delta(held=0)
+
+  def _delta(self, held: int) -> str:
+    text = self._decode(self._context + self._pending)
+    if text.endswith("\ufffd") and len(self._pending) < held:
+      return ""
+    delta = text[len(self._decode(self._context)):]
+    self._context, self._pending = self._pending or self._context, []
+    return delta
+
+  def _decode(self, ids: list[int]) -> str:
+    return self._backend.decode(ids, skip_special_tokens=False)
+
+  def _spelled(self, token: int) -> str:
+    return self._backend.id_to_token(token) or ""
+
+  def _bytes(self, token: int) -> bytes:
+    spelled = self._spelled(token)
+    try:
+      return bytes(map(_BYTE_OF.__getitem__, spelled))
+    except KeyError:  # an added token is spelled as is
+      return spelled.encode()
+
+
+def _byte_alphabet() -> dict[str, int]:
+  """GPT-2's spelling of the 256 bytes: printable ones as themselves, the rest from U+0100 on."""
+  printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+  others = [byte for byte in range(256) if byte not in printable]
+  return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+def load_tokenizer(source: str | pathlib.Path) -> Tokenizer:
+  """The tokenizer of a Hugging Face folder or of a GGUF file."""
+  path = pathlib.Path(source)
+  if path.is_file():
+    from jspec.gguf import read_gguf  # here: the gguf package is only needed for GGUF files
+    return gguf_tokenizer(read_gguf(path).metadata)
+  config = _read_json(path / "tokenizer_config.json")
+  backend = _backend(path)
+  special = _special_tokens(_read_json(path / "special_tokens_map.json") | config)
+  model_config, generation = (_read_json(path / name)
+                              for name in ("config.json", "generation_config.json"))
+  listed = generation.get("eos_token_id", model_config.get("eos_token_id"))
+  eos = list(listed) if isinstance(listed, list) else [listed]
+  eos.append(backend.token_to_id(special.get("eos_token", "")))
+  bos = backend.token_to_id(special.get("bos_token", ""))
+  return Tokenizer(backend, _unique(eos), model_config.get("bos_token_id") if bos is None else bos,
+                   _folder_template(path, config), special)
+
+
+def gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
+  """The tokenizer that GGUF metadata describes."""
+  from jspec.gguf_tokenizer import tokenizer_from_gguf
+  backend = tokenizer_from_gguf(metadata)
+  ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in
+         (("bos_token", "bos"), ("eos_token", "eos"), ("unk_token", "unknown"),
+          ("pad_token", "padding"))}
+  spelled = {name: backend.id_to_token(i) for name, i in ids.items() if i is not None}
+  special = {name: token for name, token in spelled.items() if token is not None}
+  added = backend.get_added_tokens_decoder()
+  eos = [ids["eos_token"], metadata.get("tokenizer.ggml.eot_token_id")]
+  eos += [i for i, token in added.items() if token.special and token.content in _TURN_ENDS]
+  return Tokenizer(backend, _unique(eos), ids["bos_token"], metadata.get("tokenizer.chat_template"),
+                   special)
+
+
+def _unique(ids: Iterable[int | None]) -> tuple[int, ...]:
+  return tuple(dict.fromkeys(i for i in ids if i is not None))
+
+
+def _backend(folder: pathlib.Path) -> tokenizers.Tokenizer:
+  file = folder / "tokenizer.json"
+  if file.is_file():
+    try:
+      backend = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises Exception itself
+      raise ValueError(f"{file} is damaged: {error}") from None
+  elif any((folder / name).is_file() for name in ("tokenizer.model", "vocab.json")):
+    try:
+      import transformers  # slow to import, so only for folders without tokenizer.json
+    except ImportError:
+      raise ValueError(f"{folder} has no tokenizer.json; install transformers to convert "
+                       "its tokenizer") from None
+    backend = transformers.AutoTokenizer.from_pretrained(folder, use_fast=True).backend_tokenizer
+  else:
+    raise ValueError(f"{folder}: no tokenizer.json, tokenizer.model or vocab.json")
+  backend.no_truncation()
+  backend.no_padding()
+  return backend
+
+
+def _read_json(file: pathlib.Path) -> dict[str, Any]:
+  if not file.is_file():
+    return {}
+  try:
+    content = json.loads(file.read_text(encoding="utf-8"))
+  except ValueError as error:
+    raise ValueError(f"{file} is damaged: {error}") from None
+  if not isinstance(content, dict):
+    raise ValueError(f"{file} is damaged: not a JSON object")
+  return content
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+  tokens = {name: config.get(name) for name in _SPECIAL_NAMES}
+  named = {name: token["content"] if isinstance(token, dict) else token
+           for name, token in tokens.items()}
+  return {name: token for name, token in named.items() if isinstance(token, str)}
+
+
+def _folder_template(folder: pathlib.Path, config: Mapping[str, Any]) -> str | None:
+  file = folder / "chat_template.jinja"
+  if file.is_file():
+    return file.read_text(encoding="utf-8")
+  template = config.get("chat_template")
+  if isinstance(template, list):  # several, by name
+    template = {entry["name"]: entry["template"] for entry in template}.get("default")
+  return template

@@ -1,0 +1,80 @@
+"""Token trees: shapes as tuples of parents on the host, masks and paths on the device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jspec.types import NO_PARENT, Rows
+
+
+def chain(num_draft: int) -> tuple[int, ...]:
+  """Parents of a root followed by num_draft tokens, one after another."""
+  return tuple(range(NO_PARENT, num_draft))
+
+
+def from_paths(paths: Iterable[Sequence[int]]) -> tuple[int, ...]:
+  """Parents of Medusa-style choices, e.g. [(0,), (1,), (0, 0)]: breadth-first, root first."""
+  nodes = [()] + sorted((tuple(p) for p in paths), key=lambda p: (len(p), p))
+  if len(set(nodes)) != len(nodes):
+    raise ValueError(f"tree paths repeat: {sorted(p for p in nodes if nodes.count(p) > 1)}")
+  missing = [p for p in nodes if p and p[:-1] not in nodes]
+  if missing:
+    raise ValueError(f"tree path {missing[0]} has no parent {missing[0][:-1]} among the paths")
+  return tuple(NO_PARENT if not p else nodes.index(p[:-1]) for p in nodes)
+
+
+def from_widths(widths: Sequence[int]) -> tuple[int, ...]:
+  """Parents of the tree whose nodes at depth d have widths[d] children each."""
+  parents, frontier = [NO_PARENT], [0]
+  for width in widths:
+    first = len(parents)
+    parents += [p for p in frontier for _ in range(width)]
+    frontier = list(range(first, len(parents)))
+  return tuple(parents)
+
+
+def depths(parents: Sequence[int]) -> tuple[int, ...]:
+  """Depth of each node of a host-side tree."""
+  out: list[int] = []
+  for p in parents:
+    out.append(0 if p == NO_PARENT else out[p] + 1)
+  return tuple(out)
+
+
+def ancestors(parent: jax.Array, max_depth: int) -> jax.Array:
+  """bool[B, N, N]: whether column j is row i's ancestor or i itself."""
+  n = parent.shape[-1]
+  reach = jax.nn.one_hot(parent, n, dtype=jnp.float32) + jnp.eye(n)
+  for _ in range(math.ceil(math.log2(max(max_depth, 1)))):
+    reach = jnp.minimum(reach @ reach, 1.0)
+  return reach > 0
+
+
+def chain_mask(num_slots: int, num_nodes: int) -> jax.Array:
+  """bool[B, N, N]: `ancestors` of a chain."""
+  return jnp.broadcast_to(jnp.tril(jnp.ones((num_nodes, num_nodes), bool)),
+                          (num_slots, num_nodes, num_nodes))
+
+
+def used(parent: jax.Array) -> jax.Array:
+  """bool[B, N]: the root and every node with a parent."""
+  return (parent != NO_PARENT) | (jnp.arange(parent.shape[-1]) == 0)
+
+
+def pack(keep: jax.Array, num_rows: int) -> Rows:
+  """Lays out the kept nodes (bool[B, N], at most num_rows of them) slot by slot."""
+  b, n = keep.shape
+  flat = keep.reshape(-1)
+  row = jnp.where(flat, jnp.cumsum(flat) - 1, num_rows)
+  source = jnp.zeros(num_rows, jnp.int32).at[row].set(jnp.arange(b * n), mode="drop")
+  valid = jnp.arange(num_rows) < flat.sum()
+  return Rows(source // n, source % n, valid, row.reshape(b, n).astype(jnp.int32))
+
+
+def along_path(x: jax.Array, path: jax.Array) -> jax.Array:
+  """x[B, N, ...] at the nodes path[B, D + 1]."""
+  return jnp.take_along_axis(x, path.reshape(*path.shape, *(1,) * (x.ndim - 2)), axis=1)

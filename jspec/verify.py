@@ -1,0 +1,87 @@
+"""Lossless verification of draft trees: which nodes the target accepts, and its next token.
+
+Two formulations of one rule (Leviathan et al. 2023, alg. 1; Chen et al. 2023, alg. 2; for trees the
+multi-round form of Miao et al. 2024, SpecInfer alg. 2, and Li et al. 2024, EAGLE): a node is tried
+iff its parent is the last accepted node; it is accepted with probability min(1, p(x) / q(x)); if
+refused, p becomes the residual distribution norm(max(p - q, 0)), from which the bonus token is
+drawn in the end.
+
+Where every q is a point mass the same law has a simpler form: draw y from p, and follow the child
+that holds y if there is one. Then the emitted text is a function of the request's random numbers
+alone: with or without drafts, a seed gives the same text, token for token.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jspec import sampling
+from jspec.types import NO_PARENT, DraftTree, Verdict
+
+
+def verify_point_mass(draft: DraftTree, choice: jax.Array, mask: jax.Array) -> Verdict:
+  """Follows the target's own draws through the tree.
+
+  Args:
+    choice: i32[B, N], a draw from the target's distribution after each node; draws at one depth
+      may share their randomness, as only one node per depth is ever reached.
+    mask: bool[B, N, N], ancestors or self.
+  """
+  b, n = draft.token.shape
+  parent = jnp.maximum(draft.parent, 0)
+  agrees = (draft.parent != NO_PARENT) & (
+      draft.token == jnp.take_along_axis(choice, parent, 1)) & ~_repeats(draft)
+  agrees = agrees.at[:, 0].set(True)
+  accepted = (agrees[:, None] | ~mask).all(-1)  # every ancestor agrees, and itself
+  depth = mask.sum(-1) - 1
+  at_depth = accepted[:, None] & (depth[:, None] == jnp.arange(n)[:, None])  # [B, D + 1, N]
+  path = jnp.argmax(at_depth, -1).astype(jnp.int32)
+  num_accepted = at_depth.any(-1).sum(-1, dtype=jnp.int32) - 1
+  last = jnp.take_along_axis(path, num_accepted[:, None], 1)
+  return Verdict(path, num_accepted, jnp.take_along_axis(choice, last, 1)[:, 0])
+
+
+def _repeats(draft: DraftTree) -> jax.Array:
+  """bool[B, N]: an earlier sibling holds the same token."""
+  same = (draft.parent[:, :, None] == draft.parent[:, None]) & (
+      draft.token[:, :, None] == draft.token[:, None])
+  return jnp.tril(same, -1).any(-1)
+
+
+def verify(draft: DraftTree, p_probs: jax.Array, u_accept: jax.Array,
+           u_bonus: jax.Array) -> Verdict:
+  """The rule with sampled drafts (draft.q_probs given), or without.
+
+  Args:
+    p_probs: [B, N, V], the target's distribution after each node.
+    u_accept: [B, N] uniforms in [0, 1), one per node and independent.
+    u_bonus: [B, D + 1] uniforms, by the number of accepted tokens; D is N - 1.
+  """
+  return jax.vmap(_verify_slot)(draft, p_probs, u_accept, u_bonus)
+
+
+def _verify_slot(draft, p_probs, u_accept, u_bonus):
+  num_nodes, vocab = p_probs.shape
+
+  def visit(carry, i):
+    current, p, path, depth = carry
+    x = draft.token[i]
+    q = jax.nn.one_hot(x, vocab, dtype=p.dtype) if draft.q_probs is None else draft.q_probs[i]
+    tried = draft.parent[i] == current
+    accepted = tried & (u_accept[i] * q[x] < p[x])
+    p = jnp.where(accepted, p_probs[i], jnp.where(tried, residual(p, q), p))
+    depth = depth + accepted
+    path = path.at[jnp.where(accepted, depth, num_nodes)].set(i, mode="drop")
+    return (jnp.where(accepted, i, current), p, path, depth), None
+
+  start = (jnp.int32(0), p_probs[0], jnp.zeros(num_nodes, jnp.int32), jnp.int32(0))
+  (_, p, path, depth), _ = jax.lax.scan(visit, start, jnp.arange(1, num_nodes, dtype=jnp.int32))
+  return Verdict(path, depth, sampling.inverse_cdf(p[None], u_bonus[depth][None])[0])
+
+
+def residual(p: jax.Array, q: jax.Array) -> jax.Array:
+  """norm(max(p - q, 0)); p itself where nothing is left, which only rounding can bring about."""
+  rest = jnp.maximum(p - q, 0)
+  total = rest.sum(-1, keepdims=True)
+  return jnp.where(total > 0, rest / jnp.where(total > 0, total, 1), p)

@@ -1,0 +1,324 @@
+"""Checkpoint tensors -> the parameter tree of model.py, one tensor at a time.
+
+`param_shapes` is the one description of the tree. A file format adds two things: a name for each
+leaf and a way to read it (`TensorSource`); `build_params` does the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import tqdm
+
+from jspec.config import DTYPES, ModelConfig
+
+Path = tuple[str | int, ...]  # ("layers", 3, "q", "w")
+Params = dict[str, Any]
+
+_SAFETENSORS_DTYPES = {"F64": np.dtype(np.float64), "F32": np.dtype(np.float32),
+                       "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+_OPT_POSITION_OFFSET = 2  # OPT's table starts with two rows that no token uses
+
+_LAYER_NAMES = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm",
+                "q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj",
+                "o": "self_attn.o_proj", "q_norm": "self_attn.q_norm",
+                "k_norm": "self_attn.k_norm", "gate": "mlp.gate_proj", "up": "mlp.up_proj",
+                "down": "mlp.down_proj"}
+_GEMMA_LAYER_NAMES = {**_LAYER_NAMES, "attn_post_norm": "post_attention_layernorm",
+                      "mlp_norm": "pre_feedforward_layernorm",
+                      "mlp_post_norm": "post_feedforward_layernorm"}
+_OPT_LAYER_NAMES = {**_LAYER_NAMES, "attn_norm": "self_attn_layer_norm",
+                    "mlp_norm": "final_layer_norm", "o": "self_attn.out_proj", "up": "fc1",
+                    "down": "fc2"}
+# (layer names, names outside the layers, what a checkpoint may put before them)
+_FAMILIES = {
+  "gemma3": (_GEMMA_LAYER_NAMES, {"embed": "embed_tokens", "final_norm": "norm"},
+             ("model.", "language_model.model.", "model.language_model.", "")),
+  "opt": (_OPT_LAYER_NAMES, {"embed": "embed_tokens", "positions": "embed_positions",
+                             "final_norm": "final_layer_norm"},
+          ("model.decoder.", "decoder.", "")),
+}
+_DEFAULT_FAMILY = (_LAYER_NAMES, {"embed": "embed_tokens", "final_norm": "norm"}, ("model.", ""))
+_HARMLESS_ENDINGS = (".rotary_emb.inv_freq", ".attn.masked_bias")
+_VISION_PREFIXES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.",
+                    "model.multi_modal_projector.")
+
+
+class WeightsError(ValueError):
+  """A checkpoint that is damaged or does not fit its config; the message names the tensor."""
+
+
+class TensorSource(NamedTuple):
+  """A checkpoint on disk; matrices are (out, in) in every format we read."""
+
+  where: str  # for messages
+  names: Mapping[Path, str]  # leaf -> tensor name
+  shapes: Mapping[str, tuple[int, ...]]  # every tensor in the checkpoint
+  read: Callable[[Path, str], np.ndarray]  # in the shape that checkpoint_shape gives
+  harmless: Callable[[str], bool]  # may this tensor stay unused?
+
+
+def param_shapes(config: ModelConfig) -> dict[Path, tuple[int, ...]]:
+  """Every leaf of the parameter tree and its shape, in loading order."""
+  shapes: dict[Path, tuple[int, ...]] = {("embed",): (config.vocab_size, config.width)}
+  if config.learned_positions:
+    shapes["positions",] = (config.max_positions, config.width)
+  for i in range(config.num_layers):
+    for name, shape in _layer_shapes(config).items():
+      shapes["layers", i, *name] = shape
+  shapes.update({("final_norm", *name): shape for name, shape in _norm(config).items()})
+  if not config.tie_embeddings:
+    shapes["head", "w"] = (config.width, config.vocab_size)
+  return shapes
+
+
+def _norm(config: ModelConfig) -> dict[Path, tuple[int, ...]]:
+  parts = ("scale", "bias") if config.norm == "layer" else ("scale",)
+  return {(part,): (config.width,) for part in parts}
+
+
+def _layer_shapes(config: ModelConfig) -> dict[Path, tuple[int, ...]]:
+  width, heads, mlp = config.width, config.num_heads * config.head_dim, config.mlp_dim
+  kv_heads = config.num_kv_heads * config.head_dim
+  linears = {"q": (width, heads, config.qkv_bias), "k": (width, kv_heads, config.qkv_bias),
+             "v": (width, kv_heads, config.qkv_bias), "o": (heads, width, config.out_bias),
+             "gate": (width, mlp, config.mlp_bias), "up": (width, mlp, config.mlp_bias),
+             "down": (mlp, width, config.mlp_bias)}
+  if not config.gated_mlp:
+    del linears["gate"]
+  shapes: dict[Path, tuple[int, ...]] = {}
+  for name, (rows, columns, bias) in linears.items():
+    shapes[name, "w"] = (rows, columns)
+    if bias:
+      shapes[name, "b"] = (columns,)
+  norms = ["attn_norm", "mlp_norm"]
+  norms += ["attn_post_norm", "mlp_post_norm"] if config.post_norms else []
+  shapes.update({(norm, *part): shape for norm in norms for part, shape in _norm(config).items()})
+  if config.qk_norm:
+    shapes["q_norm", "scale"] = shapes["k_norm", "scale"] = (config.head_dim,)
+  return shapes
+
+
+def checkpoint_shapes(config: ModelConfig) -> dict[Path, tuple[int, ...]]:
+  """The shape of every leaf on disk: matrices are (out, in), OPT has two more position rows."""
+  shapes = param_shapes(config)
+  for path, shape in shapes.items():
+    if path[-1] == "w":
+      shapes[path] = shape[::-1]
+    elif path == ("positions",):
+      shapes[path] = (shape[0] + _OPT_POSITION_OFFSET, shape[1])
+  return shapes
+
+
+def hf_names(config: ModelConfig, prefix: str | None = None) -> dict[Path, str]:
+  """Leaf -> tensor name in a Hugging Face checkpoint of this family."""
+  layer_names, outer_names, prefixes = _FAMILIES.get(config.family, _DEFAULT_FAMILY)
+  prefix = prefixes[0] if prefix is None else prefix
+  names: dict[Path, str] = {}
+  for path in param_shapes(config):
+    ending = "bias" if path[-1] in ("b", "bias") else "weight"
+    if path[0] == "layers":
+      names[path] = f"{prefix}layers.{path[1]}.{layer_names[str(path[2])]}.{ending}"
+    elif path[0] == "head":
+      names[path] = "lm_head.weight"
+    else:
+      names[path] = f"{prefix}{outer_names[str(path[0])]}.{ending}"
+  return names
+
+
+def hf_norm_offset(config: ModelConfig, path: Path) -> float:
+  """What to add to a stored norm weight: Gemma checkpoints keep w of the factor 1 + w."""
+  return 1.0 if config.family == "gemma3" and path[-1] == "scale" else 0.0
+
+
+def load_params(source: str | pathlib.Path | Iterable[str | pathlib.Path], config: ModelConfig,
+                dtype: str = "float32", progress: bool | None = None) -> Params:
+  """The parameter tree from safetensors: a folder, a file, or the list of shards.
+
+  Args:
+    progress: show a progress bar on stderr; None means only on a terminal.
+  """
+  return build_params(safetensors_source(source, config), config, dtype, progress)
+
+
+def build_params(source: TensorSource, config: ModelConfig, dtype: str = "float32",
+                 progress: bool | None = None) -> Params:
+  """Checks every tensor against the config, then reads them one by one."""
+  if dtype not in DTYPES:
+    raise ValueError(f"{dtype=} is not one of {', '.join(DTYPES)}")
+  check_tensors(source, config)
+  params: Params = {"layers": [{} for _ in range(config.num_layers)]}
+  bar = progress_bar(source.names.items(), "loading weights", progress)
+  for path, name in bar:
+    array = source.read(path, name)
+    if path == ("positions",):
+      array = array[_OPT_POSITION_OFFSET:]
+    if path[-1] == "w":
+      array = array.T
+    is_norm = len(path) > 1 and str(path[-2]).endswith("norm")
+    _insert(params, path, _to_device(array, "float32" if is_norm else dtype))
+  return params
+
+
+def _to_device(array: np.ndarray, dtype: str) -> jax.Array:
+  target = np.dtype(ml_dtypes.bfloat16) if dtype == "bfloat16" else np.dtype(dtype)
+  # Always a copy of our own: JAX must not alias a mapped file that may change under it.
+  return jnp.array(np.array(array, dtype=target, order="C"), copy=False)
+
+
+def _insert(params: Params, path: Path, leaf: jax.Array) -> None:
+  node: Any = params
+  for key in path[:-1]:
+    node = node[key] if isinstance(key, int) or isinstance(node, list) else node.setdefault(key, {})
+  node[path[-1]] = leaf
+
+
+def progress_bar(items: Collection[Any], label: str, progress: bool | None) -> Iterable[Any]:
+  """`items` with a bar on stderr: if asked for, or by default on a terminal."""
+  shown = sys.stderr.isatty() if progress is None else progress
+  return tqdm.tqdm(items, desc=label, disable=not shown, file=sys.stderr, leave=False)
+
+
+def check_tensors(source: TensorSource, config: ModelConfig) -> None:
+  """Refuses missing, unknown and misshapen tensors by name."""
+  needed = {source.names[path]: shape for path, shape in checkpoint_shapes(config).items()}
+  missing = [name for name in needed if name not in source.shapes]
+  if missing:
+    raise WeightsError(f"{source.where}: missing {_some(missing)}")
+  for name, shape in needed.items():
+    if source.shapes[name] != shape:
+      raise WeightsError(f"{source.where}: tensor {name} has shape {source.shapes[name]}, "
+                         f"the config needs {shape}")
+  extra = [name for name in source.shapes if name not in needed and not source.harmless(name)]
+  if extra:
+    raise WeightsError(f"{source.where}: a {config.family} model with this config has no "
+                       f"{_some(extra)}")
+
+
+def _some(names: list[str]) -> str:
+  rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
+  return f"tensor {', '.join(names[:3])}{rest}"
+
+
+def safetensors_source(source: str | pathlib.Path | Iterable[str | pathlib.Path],
+                       config: ModelConfig) -> TensorSource:
+  """A Hugging Face checkpoint as a TensorSource; reads headers only."""
+  if isinstance(source, (str, pathlib.Path)):
+    where, files = str(source), safetensors_files(pathlib.Path(source))
+  else:
+    files = [pathlib.Path(file) for file in source]
+    where = str(files[0].parent) if files else "no files given"
+  tensors: dict[str, _Tensor] = {}
+  for file in files:
+    tensors.update(_read_header(file))
+  prefixes = _FAMILIES.get(config.family, _DEFAULT_FAMILY)[2]
+  prefix = next((p for p in prefixes if f"{p}embed_tokens.weight" in tensors), prefixes[0])
+  names = hf_names(config, prefix)
+  head = prefix.removesuffix("model.") + "lm_head.weight"
+  if ("head", "w") in names and "lm_head.weight" not in tensors and head in tensors:
+    names["head", "w"] = head
+
+  def read(path: Path, name: str) -> np.ndarray:
+    array = tensors[name].read()
+    offset = hf_norm_offset(config, path)
+    return array.astype(np.float32) + np.float32(offset) if offset else array
+
+  def harmless(name: str) -> bool:
+    tied_head = config.tie_embeddings and name in ("lm_head.weight", head)
+    vision = config.family == "gemma3" and name.startswith(_VISION_PREFIXES)
+    return tied_head or vision or name.endswith(_HARMLESS_ENDINGS)
+
+  return TensorSource(where, names, {name: t.shape for name, t in tensors.items()}, read, harmless)
+
+
+def safetensors_files(path: pathlib.Path) -> list[pathlib.Path]:
+  """The shards of a checkpoint, in the order of its index; a listed but absent one is an error."""
+  if path.is_file():
+    return [path]
+  index = path / "model.safetensors.index.json"
+  if index.is_file():
+    try:
+      names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError) as error:
+      raise WeightsError(f"{index} is damaged: {error}") from None
+    absent = [name for name in names if not (path / name).is_file()]
+    if absent:
+      raise WeightsError(f"{path}: file {', '.join(absent)} is listed in {index.name} but missing")
+    return [path / name for name in names]
+  files = sorted(path.glob("*.safetensors"))
+  if not files:
+    raise WeightsError(f"{path}: no .safetensors file; jspec reads safetensors and GGUF only")
+  return files
+
+
+class _Tensor(NamedTuple):
+  file: pathlib.Path
+  dtype: np.dtype
+  shape: tuple[int, ...]
+  offset: int
+
+  def read(self) -> np.ndarray:
+    """The tensor as a view of the mapped file: pages are read when they are used."""
+    if 0 in self.shape:
+      return np.zeros(self.shape, self.dtype)
+    return np.memmap(self.file, self.dtype, "r", self.offset, self.shape)
+
+
+def _read_header(file: pathlib.Path) -> dict[str, _Tensor]:
+  """The tensors of one safetensors file, each checked to lie wholly inside the file."""
+  if not file.is_file():
+    raise WeightsError(f"{file}: no such file")
+  size = file.stat().st_size
+  with open(file, "rb") as stream:
+    length = int.from_bytes(stream.read(8), "little")
+    if size < 8 or length > size - 8:
+      raise WeightsError(f"{file} is truncated or not safetensors: {size} bytes cannot hold "
+                         f"its header of {length}")
+    try:
+      header = json.loads(stream.read(length))
+      entries = [(name, entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
+                 for name, entry in header.items() if name != "__metadata__"]
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+      raise WeightsError(f"{file}: the safetensors header is damaged: {error}") from None
+  tensors = {}
+  for name, kind, shape, begin, end in entries:
+    if kind not in _SAFETENSORS_DTYPES:
+      raise WeightsError(f"{file}: tensor {name} has dtype {kind}; supported: "
+                         f"{', '.join(_SAFETENSORS_DTYPES)}")
+    dtype = _SAFETENSORS_DTYPES[kind]
+    if begin < 0 or end - begin != math.prod(shape) * dtype.itemsize:
+      raise WeightsError(f"{file}: tensor {name} spans {end - begin} bytes, {kind} {shape} needs "
+                         f"{math.prod(shape) * dtype.itemsize}")
+    if 8 + length + end > size:
+      raise WeightsError(f"{file} is truncated: tensor {name} ends at byte {8 + length + end}, "
+                         f"the file at {size}")
+    tensors[name] = _Tensor(file, dtype, shape, 8 + length + begin)
+  return tensors
+
+
+def write_safetensors(file: pathlib.Path, shapes: Mapping[str, tuple[int, ...]],
+                      read: Callable[[str], np.ndarray], progress: bool | None = None) -> None:
+  """Writes float32 tensors one by one, so that a conversion never holds a whole model."""
+  header, offset = {}, 0
+  for name, shape in shapes.items():
+    end = offset + 4 * math.prod(shape)
+    header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [offset, end]}
+    offset = end
+  text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+  text += b" " * (-(8 + len(text)) % 64)  # tensors start aligned
+  with open(file, "wb") as stream:
+    stream.write(len(text).to_bytes(8, "little") + text)
+    for name in progress_bar(list(shapes), "converting weights", progress):
+      array = np.ascontiguousarray(read(name), np.float32)
+      if array.shape != shapes[name]:
+        raise WeightsError(f"tensor {name} has shape {array.shape}, not {shapes[name]}")
+      stream.write(array.data)

@@ -1,0 +1,1 @@
+"""Serving of jspec engines over the network."""

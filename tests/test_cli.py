@@ -1,0 +1,267 @@
+"""The command line: what it prints, what it refuses and with which exit code."""
+
+from __future__ import annotations
+
+import io
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from fake_llm import FakeLLM
+
+from jspec import cli, terminal
+
+GOLDENS = pathlib.Path(__file__).parent / "goldens" / "smollm2.json"
+
+
+@pytest.fixture
+def fake(monkeypatch):
+  """FakeLLM in place of LLM; a subclass per test, so that tests may change its reply."""
+  llm = type("Fake", (FakeLLM,), {"made": []})
+  monkeypatch.setattr(cli, "load_llm", llm)
+  return llm
+
+
+def stdin(monkeypatch, content: bytes):
+  monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), encoding="utf-8"))
+
+
+def refused(capsys, argv: list[str]) -> str:
+  """The one sentence that bad input gets."""
+  assert cli.main(argv) == 2
+  out, err = capsys.readouterr()
+  assert out == "" and err.startswith("jspec: error: ") and err.count("\n") == 1, err
+  return err
+
+
+@pytest.mark.parametrize("argv, words", [
+  (["generate", ""], "the prompt is empty"),
+  (["generate", "  \n"], "the prompt is empty"),
+  (["generate", "hi", "--max-tokens", "0"], "max_tokens must be >= 1, got 0"),
+  (["generate", "hi", "--max-tokens", "many"], "--max-tokens: invalid int value: 'many'"),
+  (["generate", "hi", "--temperature", "-1"], "temperature must be >= 0, got -1.0"),
+  (["generate", "hi", "--top-p", "0"], "top_p must be > 0"),
+  (["generate", "hi", "--seed", "-1"], "seed must be in 0.."),
+  (["generate", "hi", "--stop", ""], "stop must hold non-empty strings"),
+  (["generate", "hi", "--file", "x"], "not both"),
+  (["generate", "--file", "no-such-file"], "can't read no-such-file: No such file"),
+  (["generate", "hi", "--raw", "--system", "s"], "--system needs the chat template"),
+  (["generate", "hi", "--speculative-config", "{"], "not valid JSON"),
+  (["generate", "hi", "--speculative-config", "[1]"], "must be a JSON object"),
+  (["generate", "hi", "--speculative-config", '{"metod": "ngram"}'], "unknown key"),
+  (["generate", "hi", "--speculative-config", '{"method": "eagle"}'], "doesn't have yet"),
+  (["generate", "hi", "--num-speculative-tokens", "0"], ">= 1, got 0"),
+  (["generate", "hi", "--no-speculation", "--num-speculative-tokens", "3"], "contradicts"),
+  (["generate", "hi", "--page-size", "0"], "--page-size must be >= 1, got 0"),
+  (["generate", "hi", "--dtype", "int8"], "invalid choice: 'int8'"),
+  (["generate", "hi", "--nonsense"], "unrecognized arguments: --nonsense"),
+  (["chat", "--temperature", "nan"], "must be a finite number"),
+  (["nonsense"], "invalid choice: 'nonsense'"),
+  ([], "required: command"),
+  (["bench", "--repeats", "0"], "--repeats must be >= 1, got 0"),
+  (["bench", "--batch-size", "0"], "--batch-size must be >= 1, got 0"),
+  (["bench", "--no-speculation"], "drop --no-speculation"),
+  (["bench", "--dataset", "no-such-file"], "can't read no-such-file"),
+  (["bench", "--task", "juggling"], "no prompt has task 'juggling'"),
+  (["bench", "--json", "no-such-folder/x.json"], "its folder doesn't exist"),
+  (["bench", "--max-num-seqs", "2", "--batch-size", "4"], "must not be less"),
+])
+def test_bad_input_is_one_sentence_and_loads_nothing(monkeypatch, capsys, argv, words):
+  monkeypatch.setattr(cli, "load_llm", lambda *_, **__: pytest.fail("loaded a model"))
+  assert words in refused(capsys, argv)
+
+
+def test_bad_files_and_stdin_are_refused(monkeypatch, capsys, tmp_path):
+  monkeypatch.setattr(cli, "load_llm", lambda *_, **__: pytest.fail("loaded a model"))
+  file = tmp_path / "latin.txt"
+  file.write_bytes("naïve".encode("latin-1"))
+  assert "is not UTF-8 text: invalid byte at offset 2" in refused(
+    capsys, ["generate", "--file", str(file)])
+  assert "is not UTF-8" in refused(capsys, ["bench", "--dataset", str(file)])
+  file.write_bytes(b"\n")
+  assert f"{file} is empty" in refused(capsys, ["generate", "--file", str(file)])
+  stdin(monkeypatch, b"\xff")
+  assert "stdin is not UTF-8" in refused(capsys, ["generate", "-"])
+  stdin(monkeypatch, b"")
+  assert "stdin is empty" in refused(capsys, ["generate"])
+
+
+def test_the_engine_refuses_before_any_work(capsys, smollm2, monkeypatch):
+  assert "model 'no-such-model' is unknown" in refused(
+    capsys, ["generate", "hi", "--model", "no-such-model"])
+  message = refused(capsys, ["generate", "hi", "--num-speculative-tokens", "8", "--page-size", "8"])
+  assert "num_speculative_tokens=8 must be smaller than page_size=8" in message
+  monkeypatch.setattr(terminal, "warm_up", lambda *_: pytest.fail("ran the model"))
+  argv = ["generate", "word " * 200, "--max-model-len", "64"]
+  assert "max_model_len=64 allows at most 63" in refused(capsys, argv)
+
+
+def test_real_model_writes_the_golden_text(capsys, smollm2):
+  golden = json.loads(GOLDENS.read_text(encoding="utf-8"))["greedy"][0]
+  new = golden["greedy"]
+  assert cli.main(["generate", golden["prompt"], "--max-tokens", str(len(new)),
+                   "--show-drafts", "--color", "always"]) == 0
+  out, err = capsys.readouterr()
+  plain = out.replace(terminal.GREEN, "").replace(terminal.RESET, "")
+  assert plain == smollm2.tokenizer.decode(new) + "\n"
+  assert f"[{len(new)} tokens in" in err and "tokens per step" in err
+
+
+def test_streams_the_text_and_sums_up_on_stderr(fake, capsys):
+  assert cli.main(["generate", "hi"]) == 0
+  out, err = capsys.readouterr()
+  assert out == "Hé, 👍!\n"
+  assert "[11 tokens in 2.00 s: 5.5 tokens/s, first token after 0.50 s" in err
+  assert "acceptance rate 50%, mean acceptance length 2.00" in err
+  assert "tokens per step: 1.83 over all 6 steps, 2.00 over the 5 that drafted" in err
+  assert fake.made[0].tokenizer.decode(fake.made[0].prompts[-1]) == "u:hi\na:"
+
+
+@pytest.mark.parametrize("argv, expected", [
+  (["--raw"], "hi"), ([], "u:hi\na:"), (["--system", "be brief"], "s:be brief\nu:hi\na:")])
+def test_the_chat_template_is_applied_unless_raw(fake, capsys, argv, expected):
+  assert cli.main(["generate", "hi", *argv]) == 0
+  assert fake.made[0].tokenizer.decode(fake.made[0].prompts[-1]) == expected
+
+
+def test_base_models_complete_the_bare_prompt(fake, capsys):
+  fake.template = None
+  assert cli.main(["generate", "hi"]) == 0
+  assert fake.made[0].tokenizer.decode(fake.made[0].prompts[-1]) == "hi"
+  capsys.readouterr()
+  assert "no chat template" in refused(capsys, ["generate", "hi", "--system", "x"])
+  assert "no chat template" in refused(capsys, ["chat"])
+
+
+def test_prompts_come_from_files_and_stdin(fake, capsys, monkeypatch, tmp_path):
+  file = tmp_path / "prompt.txt"
+  file.write_bytes("größe\n".encode())
+  stdin(monkeypatch, b"a\nb\r\n")
+  for argv in (["--file", str(file)], ["-"]):
+    assert cli.main(["generate", "--raw", *argv]) == 0
+  texts = [llm.tokenizer.decode(llm.prompts[-1]) for llm in fake.made]
+  assert texts == ["größe", "a\nb"]
+
+
+def test_accepted_drafts_are_green_and_characters_stay_whole(fake, capsys, monkeypatch):
+  green = lambda text: f"{terminal.GREEN}{text}{terminal.RESET}"
+  assert cli.main(["generate", "hi", "--show-drafts", "--color", "always"]) == 0
+  out = capsys.readouterr().out
+  assert out.replace(terminal.GREEN, "").replace(terminal.RESET, "") == "Hé, 👍!\n"
+  # Bytes 1, 3, 5, ... are drafts; the last byte of a character decides: é is bytes 1-2.
+  assert out == f"Hé{green(',')} 👍{green('!')}\n"
+  monkeypatch.setenv("NO_COLOR", "1")
+  monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+  assert cli.main(["generate", "hi", "--show-drafts"]) == 0
+  out, err = capsys.readouterr()
+  assert out == "Hé, 👍!\n" and "--color always" in err
+
+
+@pytest.mark.parametrize("argv, method, tokens, lookups", [
+  ([], "ngram", 7, (4, 2)),
+  (["--no-speculation"], "none", 0, (0, 0)),
+  (["--num-speculative-tokens", "3"], "ngram", 3, (4, 2)),
+  (["--ngram-prompt-lookup-max", "3"], "ngram", 7, (3, 1)),
+  (["--speculative-model", "[ngram]"], "ngram", 7, (4, 2)),
+  (["--speculative-model", "m", "--num-speculative-tokens", "3"], "draft_model", 3, (0, 0)),
+  (["--speculative-config", '{"prompt-lookup-max": 5}'], "ngram", 7, (5, 5)),
+  (["--speculative-config", '{"model": "m", "num_speculative_tokens": 2}'], "draft_model", 2,
+   (0, 0)),
+])
+def test_speculation_flags_reach_the_engine(fake, capsys, argv, method, tokens, lookups):
+  assert cli.main(["generate", "hi", *argv]) == 0
+  spec = fake.made[0].speculative
+  assert (spec.method, spec.num_speculative_tokens) == (method, tokens)
+  assert (spec.prompt_lookup_max, spec.prompt_lookup_min) == lookups
+
+
+def test_every_sampling_flag_reaches_the_parameters():
+  argv = ["generate", "hi", "--max-tokens", "9", "--min-tokens", "1", "--temperature", "0.5",
+          "--top-p", "0.9", "--top-k", "40", "--min-p", "0.1", "--seed", "3", "--stop", "a",
+          "--stop", "b", "--stop-token-id", "5", "--repetition-penalty", "1.1",
+          "--presence-penalty", "0.2", "--frequency-penalty", "0.3", "--bad-word", "w",
+          "--logit-bias", '{"7": -1}', "--ignore-eos"]
+  params = cli.sampling_params(cli.build_parser().parse_args(argv))
+  assert (params.max_tokens, params.min_tokens, params.temperature, params.top_p, params.top_k,
+          params.min_p, params.seed, params.stop, params.stop_token_ids) == (
+    9, 1, 0.5, 0.9, 40, 0.1, 3, ("a", "b"), (5,))
+  assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty,
+          params.bad_words, params.logit_bias, params.ignore_eos) == (
+    1.1, 0.2, 0.3, ("w",), {7: -1.0}, True)
+
+
+def converse(monkeypatch, said: list) -> None:
+  """`input` that returns these texts, raises these exceptions, then ends."""
+  lines = iter(said)
+
+  def read(prompt):
+    line = next(lines, EOFError)
+    if isinstance(line, str):
+      return line
+    raise line
+
+  monkeypatch.setattr("builtins.input", read)
+
+
+def prompt_texts(llm) -> list[str]:
+  return [llm.tokenizer.decode(ids) for ids in llm.prompts]
+
+
+def test_chat_keeps_history_until_reset(fake, capsys, monkeypatch):
+  fake.reply = "yes"
+  converse(monkeypatch, ["one", "", "two", "/reset", "three", "/what", "/exit", "never"])
+  assert cli.main(["chat", "--system", "S"]) == 0
+  out, err = capsys.readouterr()
+  assert out == "yes\nyes\nyes\n" and "unknown command /what" in err
+  assert prompt_texts(fake.made[0]) == [
+    "s:S\nu:one\na:", "s:S\nu:one\na:yes\nu:two\na:", "s:S\nu:three\na:"]
+
+
+def test_chat_survives_ctrl_c(fake, capsys, monkeypatch):
+  fake.interrupt_after = 3
+  fake.reply = "abcdef"
+  converse(monkeypatch, [KeyboardInterrupt, "one", "two"])
+  assert cli.main(["chat"]) == 0
+  assert "[stopped]" in capsys.readouterr().err
+  assert prompt_texts(fake.made[0])[1] == "u:one\na:ab\nu:two\na:"
+
+
+def test_chat_drops_the_oldest_turns_when_the_context_is_full(fake, capsys, monkeypatch):
+  fake.reply = "yes"
+  converse(monkeypatch, ["one" * 8, "two", "three" * 20, "four"])
+  assert cli.main(["chat", "--max-model-len", "48", "--max-tokens", "8"]) == 0
+  err = capsys.readouterr().err
+  assert "the context of 48 tokens is full: the oldest turn was dropped" in err
+  assert "leaves no room" in err  # for three alone, which is forgotten again
+  assert prompt_texts(fake.made[0])[1:] == ["u:two\na:", "u:two\na:yes\nu:four\na:"]
+
+
+def test_ctrl_c_ends_generate_with_130(fake, capsys):
+  fake.interrupt_after = 2
+  assert cli.main(["generate", "hi"]) == 130
+  assert "interrupted" in capsys.readouterr().err
+
+
+def test_models_are_listed(capsys, tmp_path):
+  assert cli.main(["models", "--cache-dir", str(tmp_path)]) == 0
+  assert "smollm2-135m-instruct  not fetched yet" in capsys.readouterr().out
+  assert cli.main(["models", "--json", "--cache-dir", str(tmp_path)]) == 0
+  rows = json.loads(capsys.readouterr().out)
+  assert rows[0]["name"] == cli.DEFAULT_MODEL and rows[0]["present"] is False
+
+
+def test_version_and_notes(capsys, fake):
+  with pytest.raises(SystemExit) as end:
+    cli.main(["--version"])
+  assert end.value.code == 0 and capsys.readouterr().out.startswith("jspec ")
+
+
+def test_a_closed_pipe_ends_quietly():
+  process = subprocess.Popen([sys.executable, "-m", "jspec", "models"], stdout=subprocess.PIPE,
+                             stderr=subprocess.PIPE, cwd=pathlib.Path(__file__).parent.parent)
+  process.stdout.close()
+  assert process.wait(timeout=60) == cli.BROKEN_PIPE
+  assert process.stderr.read() == b""
+  process.stderr.close()

@@ -1,0 +1,86 @@
+"""What SamplingParams accepts, what it refuses, and how it says so."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from jspec.sampling_params import MAX_LOGPROBS, MAX_SEED, SamplingParams
+
+WHOLE = {"n": 1, "top_k": 0, "min_tokens": 0, "max_tokens": 1, "seed": 0, "logprobs": 0,
+         "num_speculative_tokens": 0}  # field: smallest value
+HIGHEST = {"seed": MAX_SEED, "logprobs": MAX_LOGPROBS}
+REAL = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty",
+        "frequency_penalty")
+BAD = [  # field, value, the allowed range as the message has it
+  *((name, low - 2 if name == "top_k" else low - 1, str(low)) for name, low in WHOLE.items()),
+  *((name, high + 1, str(high)) for name, high in HIGHEST.items()),
+  *((name, value, "integer") for name in WHOLE for value in (1.5, "3", True)),
+  *((name, value, "finite number") for name in REAL for value in ("1", True, math.nan, math.inf)),
+  ("n", None, "integer"), ("temperature", None, "finite number"),
+  ("temperature", -0.1, ">= 0"), ("temperature", 1e39, "<= 1e+30"),
+  ("top_p", 0, "> 0 and <= 1"), ("top_p", 1.01, "> 0 and <= 1"),
+  ("min_p", -0.01, ">= 0 and <= 1"), ("min_p", 1.5, ">= 0 and <= 1"),
+  ("repetition_penalty", 0, ">= 1e-30"), ("repetition_penalty", -1.0, ">= 1e-30"),
+  *((f"{name}_penalty", value, ">= -2 and <= 2") for name in ("presence", "frequency")
+    for value in (-2.1, 2.1)),
+  ("stop", ["a", ""], "non-empty strings"), ("stop", [1], "non-empty strings"), ("stop", 1, "list"),
+  ("bad_words", [""], "non-empty strings"), ("bad_words", 5, "list"),
+  ("stop_token_ids", [-1], ">= 0"), ("stop_token_ids", ["a"], "token ids"),
+  ("stop_token_ids", [True], "token ids"), ("stop_token_ids", 7, "list"),
+  ("logit_bias", [1, 2], "map token ids to numbers"),
+  ("logit_bias", {"a": 1}, "map token ids to numbers"),
+  ("logit_bias", {1.7: 1}, "map token ids to numbers"),
+  ("logit_bias", {1: "x"}, "map token ids to numbers"),
+  ("logit_bias", {1: math.nan}, "1e+30"), ("logit_bias", {1: 1e39}, "1e+30"),
+  ("include_stop_str_in_output", 1, "True or False"), ("ignore_eos", None, "True or False"),
+  ("skip_special_tokens", "yes", "True or False"),
+]
+
+
+@pytest.mark.parametrize("field, value, allowed", BAD, ids=lambda x: repr(x)[:30])
+def test_a_bad_value_is_refused_by_field_value_and_range(field, value, allowed):
+  with pytest.raises(ValueError) as error:
+    SamplingParams(**{field: value})
+  message = str(error.value)
+  shown = value if isinstance(value, (int, float)) else next(iter(value or [value]), value)
+  assert field in message and allowed in message and str(shown) in message
+
+
+def test_min_tokens_above_max_tokens_is_refused():
+  with pytest.raises(ValueError, match="min_tokens=9 must not exceed max_tokens=8"):
+    SamplingParams(min_tokens=9, max_tokens=8)
+  SamplingParams(min_tokens=9, max_tokens=None)
+
+
+GOOD = [
+  dict(temperature=0), dict(temperature=1e-30), dict(top_p=1), dict(top_p=1e-9), dict(min_p=1),
+  dict(seed=0), dict(seed=MAX_SEED), dict(logprobs=0), dict(logprobs=MAX_LOGPROBS),
+  dict(presence_penalty=-2, frequency_penalty=2), dict(max_tokens=None), dict(top_k=10**9),
+  dict(repetition_penalty=0.5), dict(num_speculative_tokens=0), dict(min_tokens=4, max_tokens=4),
+]
+
+
+@pytest.mark.parametrize("fields", GOOD, ids=str)
+def test_the_ends_of_each_range_are_accepted(fields):
+  params = SamplingParams(**fields)
+  assert {name: getattr(params, name) for name in fields} == fields
+
+
+@pytest.mark.parametrize("given, field, normal", [
+  (-1, "top_k", 0), ("x", "stop", ("x",)), (["x", "y"], "stop", ("x", "y")), (None, "stop", ()),
+  ("", "stop", ()), ("x", "bad_words", ("x",)), (None, "bad_words", ()),
+  ([3, 4], "stop_token_ids", (3, 4)), (None, "stop_token_ids", ()), ({}, "logit_bias", {}),
+  ({"5": 1, 6: -100}, "logit_bias", {5: 1.0, 6: -100.0})])
+def test_values_are_normalised(given, field, normal):
+  assert getattr(SamplingParams(**{field: given}), field) == normal
+
+
+def test_params_are_frozen_and_copy_their_lists():
+  stop = ["a"]
+  params = SamplingParams(stop=stop)
+  stop.append("b")
+  assert params.stop == ("a",)
+  with pytest.raises(AttributeError):
+    params.n = 2

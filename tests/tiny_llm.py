@@ -1,0 +1,89 @@
+"""A tiny random model with a real byte-level tokenizer, for tests of everything above the step."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import tokenizers
+import tokenizers.decoders
+import tokenizers.models
+import tokenizers.pre_tokenizers
+
+from jspec.config import ModelConfig
+from jspec.hub import LoadedModel
+from jspec.llm import LLM
+from jspec.model import init_params
+from jspec.sampling_params import SamplingParams
+from jspec.tokenizer import Tokenizer
+
+SPECIAL = ("<|end|>", "<|user|>", "<|bot|>")
+EOS = 0
+MERGES = ("th", "he", "an", "in", "er", "on", "Ġa", "Ġt", "the", "Ġthe", "and")
+CHAT_TEMPLATE = ("{% for m in messages %}{{ '<|user|>' if m.role == 'user' else '<|bot|>' }}"
+                 "{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|bot|>{% endif %}")
+
+NAME = "tiny"
+SPECULATION = {
+  "none": None,
+  "ngram": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3,
+            "prompt_lookup_min": 1},
+  "draft_model": {"model": NAME, "num_speculative_tokens": 3},  # the target is its own draft
+}
+OPTIONS = dict(dtype="float32", max_model_len=96, max_num_seqs=4, page_size=8)
+
+
+def byte_tokenizer(extra: str = "0123456789") -> Tokenizer:
+  """64 tokens; 'é' takes two of them, '日' three, '🎉' four."""
+  spelled = [*"abcdefghijklmnopqrstuvwxyz", "Ġ", "Ċ", ".", ",", *"Ã©æĹ¥ðŁİī", *MERGES, *extra]
+  vocab = {token: i for i, token in enumerate([*SPECIAL, *spelled])}
+  pairs = [("t", "h"), ("h", "e"), ("a", "n"), ("i", "n"), ("e", "r"), ("o", "n"), ("Ġ", "a"),
+           ("Ġ", "t"), ("th", "e"), ("Ġ", "the"), ("an", "d")]
+  backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, pairs))
+  backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+  backend.decoder = tokenizers.decoders.ByteLevel()
+  backend.add_special_tokens(list(SPECIAL))
+  return Tokenizer(backend, (EOS,), None, CHAT_TEMPLATE)
+
+
+def tiny_config(**changes) -> ModelConfig:
+  return ModelConfig(**{**dict(
+      family="llama", vocab_size=64, width=32, num_layers=2, num_heads=4, num_kv_heads=2,
+      head_dim=8, mlp_dim=64, max_positions=256), **changes})
+
+
+@functools.cache
+def tiny_model(dtype: str = "float32", key: int = 0) -> LoadedModel:
+  config = tiny_config()
+  params = init_params(jax.random.key(key), config, jnp.dtype(dtype))
+  # Sharper than random logits are, so that sampled text repeats itself and drafts get accepted.
+  params["head"]["w"] = params["head"]["w"] * 3
+  return LoadedModel(config, params, byte_tokenizer(), NAME)
+
+
+@functools.cache
+def _shared(method: str, options: tuple) -> LLM:
+  return new_llm(method, **dict(options))
+
+
+def tiny_llm(method: str = "none", **options) -> LLM:
+  """One LLM per combination for the whole session: its programs are compiled once."""
+  return _shared(method, tuple(sorted(options.items())))
+
+
+def new_llm(method: str = "none", model: LoadedModel | None = None, **options) -> LLM:
+  options = OPTIONS | options
+  return LLM(model or tiny_model(options["dtype"]), speculative_config=SPECULATION[method],
+             progress=False, **options)
+
+
+def greedy(**fields) -> SamplingParams:
+  return SamplingParams(temperature=0.0, **fields)
+
+
+def is_idle(llm: LLM) -> bool:
+  """Whether nothing is queued or running and all pages are free."""
+  scheduler = llm.engine.scheduler
+  return (not scheduler.waiting and not scheduler.running
+          and scheduler.allocator.num_free == scheduler.allocator.num_pages)
