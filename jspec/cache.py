@@ -15,6 +15,8 @@ from jspec.types import KVPages, Rows, Verdict
 
 def init_pages(config: ModelConfig, num_pages: int, page_size: int, dtype) -> KVPages:
   shape = (num_pages, page_size, config.num_kv_heads * config.head_dim)
+  if dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
+    dtype = jnp.uint16  # its bits: XLA:CPU scatters into bfloat16 by way of all of it in float32
   zeros = lambda: tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers))
   return KVPages(zeros(), zeros())
 
@@ -38,7 +40,11 @@ def locate_rows(rows: Rows, page_table: jax.Array, length: jax.Array,
 
 def write(pages: jax.Array, page: jax.Array, offset: jax.Array, x: jax.Array) -> jax.Array:
   """pages[P, S, K*h] with x[R, K*h] at (page, offset)[R]; out-of-range pages are dropped."""
-  return pages.at[page, offset].set(x, mode="drop")
+  return pages.at[page, offset].set(as_stored(x, pages.dtype), mode="drop")
+
+
+def as_stored(x: jax.Array, dtype) -> jax.Array:
+  return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)
 
 
 def commit(pages: KVPages, page_table: jax.Array, length: jax.Array, verdict: Verdict) -> KVPages:

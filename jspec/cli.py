@@ -197,7 +197,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
     system = [{"role": "system", "content": arguments.system}] if arguments.system else []
     prompt = llm.encode_chat([*system, {"role": "user", "content": text}])
   llm.stream([prompt], params).close()  # refuses a bad request before anything is compiled
-  terminal.warm_up(llm, prompt)
+  terminal.warm_up(llm, prompt, set())
   output = terminal.write_stream(llm.stream([prompt], params), llm.tokenizer, sys.stdout, colored)
   print(flush=True)
   for line in terminal.summary(output, llm.speculative.method != "none"):
@@ -213,7 +213,6 @@ def run_chat(arguments: argparse.Namespace) -> int:
   llm = load_llm(arguments.model, speculative_config=config, **older, **engine)
   if llm.tokenizer.chat_template is None:
     raise ValueError(f"model {arguments.model!r} has no chat template: use `jspec generate`")
-  terminal.warm_up(llm, llm.encode_chat([{"role": "user", "content": "Hello"}]))
   terminal.chat(llm, params, arguments.system, sys.stdout, colored)
   return 0
 

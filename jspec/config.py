@@ -93,7 +93,7 @@ class EngineConfig:
   dtype: str = "float32"
   max_model_len: int = 2048  # prompt and output, tokens
   max_num_seqs: int = 8  # slots
-  page_size: int = 32  # tokens
+  page_size: int = 128  # tokens
   num_pages: int = 0  # of the pool, for all slots; 0: enough for every slot at max_model_len
   numerics: str = "fast"  # "bitwise": a token's logits do not depend on how many ran beside it
   prefill_chunks: tuple[int, ...] = (16, 32, 64, 128, 256)  # tokens, ascending

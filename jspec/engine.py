@@ -105,10 +105,10 @@ class Engine:
                                  jnp.int32(num_steps))
     out = jax.tree.map(np.asarray, out)
     for slot, request in running.items():
+      before = len(request.tokens)
       for new in _tokens(out, slot, request.params.logprobs):
         request.push(new)
-      generated = min(int(out.num_tokens[slot]), len(request.tokens))
-      request.stats += _stats(out, slot, generated)
+      request.stats += _stats(out, slot, len(request.tokens) - before)
       if request.finished and not out.finished[slot]:
         self._state = self._release(self._state, jnp.int32(slot))
     return list(running.values())
@@ -117,7 +117,8 @@ class Engine:
     return {**self._params, "max_draft": jnp.int32(self.spec.draft_tokens_at(num_running))}
 
   def _prefill(self, slot: int, request: Request, pages: list[int]) -> None:
-    table = np.zeros(self._state.page_table.shape[1], np.int32)
+    # Beyond its own pages a slot's table leads out of the pool: writes there are dropped.
+    table = np.full(self._state.page_table.shape[1], np.iinfo(np.int32).max, np.int32)
     table[:len(pages)] = pages
     params = request.params
     depth = self.drafter.max_depth

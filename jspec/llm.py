@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 import os
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,7 +55,7 @@ class LLM:
 
   def __init__(self, model: str | pathlib.Path | hub.LoadedModel = "smollm2-135m-instruct", *,
                speculative_config: Mapping[str, Any] | None = None, dtype: str = "auto",
-               max_model_len: int = 2048, max_num_seqs: int = 8, page_size: int = 32,
+               max_model_len: int = 2048, max_num_seqs: int = 8, page_size: int = 128,
                num_pages: int = 0, numerics: str = "fast", seed: int = 0,
                cache_dir: str | pathlib.Path | None = None, progress: bool | None = None,
                **older_flags: Any):
@@ -135,7 +136,7 @@ class LLM:
 
   def _requests(self, prompts, params) -> list[_Group]:
     """Checks everything before anything runs."""
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], numbers.Integral)):
       prompts = [prompts]
     if params is None or isinstance(params, SamplingParams):
       params = [params or SamplingParams()] * len(prompts)
@@ -145,7 +146,8 @@ class LLM:
 
   def _group(self, prompt: Prompt, params: SamplingParams) -> _Group:
     ids = tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
-    bad = [t for t in ids if not 0 <= t < self.config.vocab_size]
+    bad = [t for t in ids
+           if not isinstance(t, numbers.Integral) or not 0 <= t < self.config.vocab_size]
     if bad:
       raise ValueError(f"prompt token {bad[0]} is not in the vocabulary of "
                        f"{self.config.vocab_size} tokens")
@@ -161,15 +163,21 @@ class LLM:
     return _Group(name, prompt if isinstance(prompt, str) else None, requests)
 
   def _run(self, groups: list[_Group], num_steps: int) -> Iterator[RequestOutput]:
-    of = {id(r): group for group in groups for r in group.requests}
     try:
       for group in groups:
         for request in group.requests:
           self.engine.add(request)
-      while any(not r.finished for group in groups for r in group.requests):
-        changed = [of[id(r)] for r in self.engine.step(num_steps) if id(r) in of]
-        for group in dict.fromkeys(changed):
-          yield group.output()
+      shown = dict.fromkeys(groups, 0)  # tokens at the last snapshot of each unfinished group
+      while shown:
+        # Somebody else's turn of the engine may have brought these requests forward, too.
+        if any(not r.finished for group in shown for r in group.requests):
+          self.engine.step(num_steps)
+        for group in [g for g, count in shown.items() if g.num_tokens > count]:
+          output = group.output()
+          shown[group] = group.num_tokens
+          if output.finished:
+            del shown[group]
+          yield output
     finally:  # an error, or a reader that stopped reading
       for group in groups:
         for request in group.requests:
@@ -184,6 +192,10 @@ class _Group:
   request_id: str
   prompt: str | None
   requests: list[Request]
+
+  @property
+  def num_tokens(self) -> int:
+    return sum(len(r.tokens) for r in self.requests)
 
   def output(self) -> RequestOutput:
     finished = all(r.finished for r in self.requests)

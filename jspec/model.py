@@ -129,16 +129,18 @@ def dense(x: jax.Array, p: Params, bitwise: bool) -> jax.Array:
 def _rows_product(x, w, contract: int, bitwise: bool):
   """x[R, in] times w, over w's axis `contract`.
 
-  XLA:CPU compiles one row to a matrix-vector product that rounds differently (and in bfloat16
-  first converts all of w to float32, every call), and above MAX_ROWS float32 rows it blocks the
-  sum differently. So bfloat16 always has at least MIN_ROWS rows, and `bitwise` keeps all widths
-  within one class: then a row's result does not depend on how many rows go with it.
+  XLA:CPU compiles one row to a matrix-vector product that rounds differently (and in bfloat16 is
+  many times slower), and above MAX_ROWS float32 rows it blocks the sum differently. So bfloat16
+  always has at least MIN_ROWS rows, and `bitwise` keeps all widths within one class: then a row's
+  result does not depend on how many rows go with it.
   """
   num_rows = x.shape[0]
   few = bitwise or (w.dtype == jnp.bfloat16 and jax.default_backend() == "cpu")
   if few and num_rows < MIN_ROWS:
     x = jnp.pad(x, ((0, MIN_ROWS - num_rows), (0, 0)))
-  multiply = lambda part: jax.lax.dot_general(part, w, (((1,), (contract,)), ((), ())))
+  # Asked for bfloat16 directly, XLA:CPU converts all of w to float32 first, every call.
+  multiply = lambda part: jax.lax.dot_general(
+      part, w, (((1,), (contract,)), ((), ())), preferred_element_type=jnp.float32).astype(x.dtype)
   if bitwise and num_rows > MAX_ROWS:
     # The barrier keeps XLA from merging the products back into one.
     parts = [x[i:i + MAX_ROWS] for i in range(0, num_rows, MAX_ROWS)]

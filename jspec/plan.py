@@ -26,10 +26,14 @@ class StepConfig:
 
 
 def default_widths(num_slots: int, num_nodes: int) -> tuple[tuple[int, int], ...]:
-  """Plain decoding, then rows doubling up to every node of every slot."""
-  factors = [1 << i for i in range(num_nodes.bit_length()) if 1 << i < num_nodes] + [num_nodes]
+  """Plain decoding, then more rows up to every node of every slot.
+
+  A few widths, since each is compiled: with many slots twice the rows are worth a program of
+  their own, with one slot two rows cost what four do.
+  """
+  factors = sorted({f for f in (1, 2, 4) if f < num_nodes} | {num_nodes})
   if num_slots == 1:
-    return tuple((f, f) for f in factors)
+    return tuple((f, f) for f in factors if f != 2 or num_nodes == 2)
   return tuple((num_slots * f, 1 if f == 1 else num_nodes) for f in factors)
 
 

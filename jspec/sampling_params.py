@@ -103,7 +103,8 @@ def _check_real(name: str, value, low, high, above: bool = False):
   if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
     raise ValueError(f"{name} must be a finite number, got {value!r}")
   if value < low or (above and value == low) or value > high:
-    raise ValueError(f"{name} must be {'>' if above else '>='} {low} and <= {high}, got {value}")
+    raise ValueError(f"{name} must be {'>' if above else '>='} {low:g} and <= {high:g}, "
+                     f"got {value}")
 
 
 def _listed(name: str, value) -> tuple:

@@ -146,6 +146,9 @@ def _all_slots(state: SpecState) -> Slots:
 def _propose(params, state: SpecState, drafter: Drafter):
   """The drafter's tree and state; nothing is run where no slot may draft."""
   slots = _all_slots(state)
+  # A slot that runs nothing owns no pages: what is scribbled for it must not reach a tenant's.
+  nowhere = jnp.iinfo(jnp.int32).max
+  slots = slots.replace(page_table=jnp.where(state.active[:, None], slots.page_table, nowhere))
   run = lambda: drafter.propose(params["draft"], state.draft, state.root, slots)
   shape = jax.eval_shape(run)[0]
   nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape)

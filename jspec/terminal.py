@@ -17,13 +17,23 @@ GREEN, RESET = "\x1b[32m", "\x1b[0m"
 _HELP = "/reset starts over, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
 
 
-def warm_up(llm: Any, prompt: list[int]) -> None:
-  """Compiles what this prompt needs, so that its speed can be told from compilation's."""
-  params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
-  chunk = llm.engine.config.prefill_chunks[-1]  # longer prompts are prefilled in such pieces
-  pieces = [prompt[:chunk], prompt[:len(prompt) % chunk]] if len(prompt) > chunk else [prompt]
+def warm_up(llm: Any, prompt: list[int], compiled: set[int]) -> None:
+  """Compiles what this prompt needs, so that its speed can be told from compilation's.
+
+  compiled: sizes of prefill programs that are done already; this prompt's are added.
+  """
+  new, done = {}, 0
+  while done < len(prompt):
+    size, count = llm.engine.config.prefill_chunk(len(prompt) - done)
+    if size not in compiled:
+      new[size] = prompt[:count]
+    done += count
+  if not new:
+    return
   start = time.perf_counter()
-  llm.generate([piece for piece in pieces if piece], params)
+  llm.generate(list(new.values()),
+               SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True))
+  compiled.update(new)
   seconds = time.perf_counter() - start
   if seconds > 1:
     _note(f"[compiled in {seconds:.1f} s]")
@@ -88,6 +98,8 @@ def chat(llm: Any, params: SamplingParams, system: str | None, out: TextIO,
   """Reads messages and answers them until the input ends or says /exit."""
   start = [{"role": "system", "content": system}] if system else []
   messages = list(start)
+  compiled: set[int] = set()
+  warm_up(llm, llm.encode_chat([*start, {"role": "user", "content": "Hello"}]), compiled)
   prompt = ""
   if sys.stdin.isatty():
     prompt = "> "
@@ -112,15 +124,16 @@ def chat(llm: Any, params: SamplingParams, system: str | None, out: TextIO,
       _note(f"unknown command {text.split()[0]}: {_HELP}")
     elif text:
       messages = _turn(llm, params, [*messages, {"role": "user", "content": text}], out,
-                       show_drafts)
+                       show_drafts, compiled)
 
 
 def _turn(llm: Any, params: SamplingParams, messages: list[dict[str, str]], out: TextIO,
-          show_drafts: bool) -> list[dict[str, str]]:
+          show_drafts: bool, compiled: set[int]) -> list[dict[str, str]]:
   """The conversation with the last message answered, or without it if that is impossible."""
   collected = ""
   try:
     messages, prompt = _fitting(llm, params, messages)
+    warm_up(llm, prompt, compiled)
 
     def watched():
       nonlocal collected

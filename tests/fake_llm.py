@@ -48,7 +48,7 @@ class FakeLLM:
     self.engine = types.SimpleNamespace(config=EngineConfig(**engine))
     self.tokenizer = byte_tokenizer(self.template)
     self.loaded = types.SimpleNamespace(name=str(model))
-    self.prompts: list[list[int]] = []
+    self.prompts: list[list[int]] = []  # of stream()
     self.made.append(self)
 
   def encode_chat(self, messages, add_generation_prompt=True):

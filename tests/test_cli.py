@@ -41,7 +41,7 @@ def refused(capsys, argv: list[str]) -> str:
   (["generate", "  \n"], "the prompt is empty"),
   (["generate", "hi", "--max-tokens", "0"], "max_tokens must be >= 1, got 0"),
   (["generate", "hi", "--max-tokens", "many"], "--max-tokens: invalid int value: 'many'"),
-  (["generate", "hi", "--temperature", "-1"], "temperature must be >= 0, got -1.0"),
+  (["generate", "hi", "--temperature", "-1"], "temperature must be >= 0"),
   (["generate", "hi", "--top-p", "0"], "top_p must be > 0"),
   (["generate", "hi", "--seed", "-1"], "seed must be in 0.."),
   (["generate", "hi", "--stop", ""], "stop must hold non-empty strings"),
@@ -265,3 +265,13 @@ def test_a_closed_pipe_ends_quietly():
   assert process.wait(timeout=60) == cli.BROKEN_PIPE
   assert process.stderr.read() == b""
   process.stderr.close()
+
+
+def test_only_new_prefill_programs_are_warmed_up(fake, monkeypatch):
+  llm, warmed = fake("m"), []
+  monkeypatch.setattr(llm, "generate", lambda prompts, params: warmed.append(
+    [len(ids) for ids in prompts]))
+  compiled: set[int] = set()
+  for length in (10, 12, 600, 300):  # chunks of 16; 16; 256, 256, 128; 256, 64
+    terminal.warm_up(llm, [1] * length, compiled)
+  assert warmed == [[10], [256, 88], [44]]

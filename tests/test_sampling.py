@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_llm import EOS, byte_tokenizer
 
 from jspec import sampling, tree
 from jspec.sampling_params import SamplingParams
 from jspec.slot_sampling import bad_word_ids, check_bad_words, empty_sampling, sampling_row
 from jspec.types import NO_PARENT, PAD_TOKEN, DraftTree
-from tiny_llm import EOS, byte_tokenizer
 
 V = 12
 
@@ -316,7 +316,8 @@ def test_inverse_cdf_never_returns_weight_zero(data):
   where = data.draw(st.lists(st.integers(0, vocab - 1), min_size=1, max_size=6, unique=True))
   weight[where] = data.draw(hnp.arrays(
       np.float32, len(where), elements=st.floats(2.0**-30, 1, width=32)))
-  u = data.draw(st.one_of(st.sampled_from([0.0, ALMOST_ONE, 0.5]), st.floats(0, ALMOST_ONE, width=32)))
+  u = data.draw(st.one_of(st.sampled_from([0.0, 0.5, ALMOST_ONE]),
+                          st.floats(0, ALMOST_ONE, width=32)))
   index = int(_inverse_cdf(jnp.array(weight)[None], jnp.array([u], jnp.float32))[0])
   assert weight[index] > 0
 

@@ -1,13 +1,14 @@
-"""A tiny target, every kind of drafter on it, and slots to run them in: what the laws are tested on.
+"""A tiny target, every kind of drafter on it, and slots to run them in.
 
 A new drafter adds rows to CASES, named `<its key in DRAFTERS>` or `<key>_<variant>`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -60,10 +61,13 @@ def small_params() -> Any:
   return params_of(DRAFT, 157, 1.5)
 
 
+_draft_model = functools.cache(draft_model)
+
+
 def _draft(widths, sampled, config=DRAFT, params=small_params):
   def case(target: ModelConfig):
     assert config.vocab_size == target.vocab_size
-    return draft_model(config, widths, PAGE, jnp.float32, sampled), params()
+    return _draft_model(config, widths, PAGE, jnp.float32, sampled), params()
   return case
 
 
@@ -92,7 +96,7 @@ CASES: dict[str, Callable[[ModelConfig], tuple[Drafter, Any]]] = {
     "none": lambda target: (none(), ()),
     "ngram": lambda target: (ngram(4, 2, 1, MAX_LEN + 1), ()),
     "ngram_latest": lambda target: (ngram(3, 3, 1, MAX_LEN + 1, latest=True), ()),
-    "draft_model": _draft((1, 1, 1), False),
+    "draft_model": _draft((1, 1, 1), False, TARGET, noisy_params),
     "draft_model_sampled": _draft((1, 1, 1), True),
     "draft_model_tree": _draft((3, 2), False, TARGET, noisy_params),
     "draft_model_tree_sampled": _draft((3, 2, 1), True),
@@ -127,21 +131,23 @@ def step_config(drafter: Drafter, num_slots: int, widths=None, rows_per_pass=1e9
   return StepConfig(TARGET, widths, rows_per_pass, max_logprobs=1)
 
 
-def compiled(function, donate: int):
-  """(jitted, a list that grows with each trace). Half the compile time of XLA's default."""
+def compiled(function, donate: int, level: int = 3):
+  """(jitted, a list that grows with each trace). Level 0 compiles in half the time, runs slowly."""
   traces: list[int] = []
 
   def traced(*args):
     traces.append(1)
     return function(*args)
 
-  options = {"xla_backend_optimization_level": 0}
+  options = {"xla_backend_optimization_level": level}
   return jax.jit(traced, donate_argnums=donate, compiler_options=options), traces
 
 
-class Rig(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rig:
   """One case, compiled for a number of slots."""
 
+  config: StepConfig
   drafter: Drafter
   params: Any
   num_slots: int
@@ -155,9 +161,14 @@ def rig(name: str, num_slots: int, widths=None, rows_per_pass=1e9) -> Rig:
   drafter, draft_params = CASES[name](TARGET)
   params = {"target": target_params(), "draft": draft_params, "max_draft": jnp.int32(99)}
   config = step_config(drafter, num_slots, widths, rows_per_pass)
-  step_function, traces = compiled(step.make_step(config, drafter), 1)
-  fill, _ = compiled(_make_fill(config, drafter), 1)
-  return Rig(drafter, params, num_slots, fill, step_function, traces)
+  return Rig(config, drafter, params, num_slots, *_programs(config, drafter))
+
+
+@functools.cache
+def _programs(config: StepConfig, drafter: Drafter):
+  """Shared by the cases that differ in parameters only."""
+  fill, _ = compiled(_make_fill(config, drafter), 1, level=0)
+  return fill, *compiled(step.make_step(config, drafter), 1)
 
 
 def _make_fill(config: StepConfig, drafter: Drafter) -> Callable:
@@ -198,6 +209,11 @@ def start(rig: Rig, prompts, *, keys=None, max_draft=99, limit=10**6, sampling=N
     assert 2 <= len(prompt) <= sum(PREFILL)
     row[:len(prompt)] = prompt
   return rig.fill(rig.params, state, requests, tokens, jnp.array([len(p) for p in prompts]))
+
+
+def copy(state: SpecState) -> SpecState:
+  """For a step to donate."""
+  return jax.tree.map(lambda x: x.copy(), state)
 
 
 def random_prompts(num: int, seed: int = 3) -> list[list[int]]:

@@ -22,7 +22,8 @@ SPECIAL = ("<|end|>", "<|user|>", "<|bot|>")
 EOS = 0
 MERGES = ("th", "he", "an", "in", "er", "on", "Ġa", "Ġt", "the", "Ġthe", "and")
 CHAT_TEMPLATE = ("{% for m in messages %}{{ '<|user|>' if m.role == 'user' else '<|bot|>' }}"
-                 "{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|bot|>{% endif %}")
+                 "{{ m.content }}<|end|>{% endfor %}"
+                 "{% if add_generation_prompt %}<|bot|>{% endif %}")
 
 NAME = "tiny"
 SPECULATION = {
@@ -31,7 +32,8 @@ SPECULATION = {
             "prompt_lookup_min": 1},
   "draft_model": {"model": NAME, "num_speculative_tokens": 3},  # the target is its own draft
 }
-OPTIONS = dict(dtype="float32", max_model_len=96, max_num_seqs=4, page_size=8)
+# A pool far larger than needed: copies of it would show, as would writes to pages nobody owns.
+OPTIONS = dict(dtype="float32", max_model_len=96, max_num_seqs=4, page_size=8, num_pages=2048)
 
 
 def byte_tokenizer(extra: str = "0123456789") -> Tokenizer:
@@ -64,18 +66,14 @@ def tiny_model(dtype: str = "float32", key: int = 0) -> LoadedModel:
 
 @functools.cache
 def _shared(method: str, options: tuple) -> LLM:
-  return new_llm(method, **dict(options))
+  options = OPTIONS | dict(options)
+  return LLM(tiny_model(options["dtype"]), speculative_config=SPECULATION[method], progress=False,
+             **options)
 
 
 def tiny_llm(method: str = "none", **options) -> LLM:
   """One LLM per combination for the whole session: its programs are compiled once."""
   return _shared(method, tuple(sorted(options.items())))
-
-
-def new_llm(method: str = "none", model: LoadedModel | None = None, **options) -> LLM:
-  options = OPTIONS | options
-  return LLM(model or tiny_model(options["dtype"]), speculative_config=SPECULATION[method],
-             progress=False, **options)
 
 
 def greedy(**fields) -> SamplingParams:

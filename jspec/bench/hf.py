@@ -34,6 +34,7 @@ def hf_engines(name: str, dtype: str, cache_dir: str | None, end_ids: tuple[int,
 
   from jspec import hub  # here: it imports JAX
   torch.set_num_threads(cores())
+  transformers.utils.logging.disable_progress_bar()
   files = hub.resolve(name, cache_dir)
   folder, options = (files.path, {}) if files.kind == "hf" else (
     files.path.parent, {"gguf_file": files.path.name})

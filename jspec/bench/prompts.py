@@ -1,4 +1,8 @@
-"""Prompts written for this benchmark: (task, text)."""
+"""Prompts written for this benchmark: (task, text).
+
+The copy task is to repeat or lightly edit a passage or a function. Its prompts are some that
+SmolLM2 135M, the default model, does answer with a copy: asked in other words it often rewrites.
+"""
 
 _TIDES = """\
 The sea rises and falls twice a day on most coasts because the Moon pulls a little harder on the \
@@ -24,18 +28,6 @@ twice unless another visitor has reserved the book. Reserved books are kept at t
 for five days. Please return books in the condition in which you received them; lost or damaged \
 books must be paid for. The reading room is open from nine in the morning until eight in the \
 evening, and food may not be taken inside."""
-
-_INVOICE = '''\
-def invoice_total(items, discount=0.0):
-    """Sum of quantity times price, less a discount."""
-    total = 0.0
-    for item in items:
-        quantity = item["quantity"]
-        price = item["price"]
-        total += quantity * price
-    if discount > 0:
-        total -= total * discount
-    return total'''
 
 _STACK = '''\
 class Stack:
@@ -80,9 +72,10 @@ BUILT_IN = (
   ("copy", f"Repeat the following text exactly, word for word:\n\n{_LIBRARY}"),
   ("copy", "Copy the following text, but write \"library card\" instead of \"front desk\":\n\n"
            f"{_LIBRARY}"),
-  ("copy", f"Repeat this function exactly as it is:\n\n```python\n{_INVOICE}\n```"),
-  ("copy", "Repeat this function, but rename the parameter discount to rebate:\n\n"
-           f"```python\n{_INVOICE}\n```"),
+  ("copy", f"Repeat the following text exactly, word for word:\n\n{_BAKERY}"),
+  ("copy", f"Add the comment # slow to the first line.\n\n```python\n{_WORDS}\n```"),
+  ("copy", "Add the comment # from the textbook to the first line.\n\n"
+           f"```python\n{_STACK}\n```"),
   ("translate", "Translate into French: The train to the coast leaves at seven in the morning, "
                 "and it is wise to buy a ticket the day before."),
   ("math", "A shop sells pencils in boxes of 12. A school needs 200 pencils for its pupils and 15 "

@@ -1,0 +1,156 @@
+"""Greedy identity: whatever drafts, the text is plain decoding's, token for token (float32)."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from jspec import cache, model, sampling, step, tree
+from jspec.config import ModelConfig
+
+B, LENGTH = 256, 40  # texts of 2 to 21 + 40 tokens: every residue of the page size
+SPECULATING = [name for name in tiny.CASES if name != "none"]
+POINT_MASS = [n for n in SPECULATING if not tiny.CASES[n](tiny.TARGET)[0].sampled]
+
+
+@functools.cache
+def greedy(name):
+  return tiny.generate(tiny.rig(name, B), tiny.start(tiny.rig(name, B), tiny.random_prompts(B)),
+                       LENGTH)
+
+
+@pytest.mark.parametrize("name", SPECULATING)
+def test_greedy_text_is_plain_decodings(name):
+  assert greedy(name)[0] == greedy("none")[0]
+  assert len(tiny.rig(name, B).traces) == 1
+
+
+@pytest.mark.parametrize("name", ["ngram", "draft_model_tree", "draft_model_sampled"])
+def test_greedy_text_alone_is_that_in_a_batch(name):
+  rig = tiny.rig(name, 1)
+  for i in (3, 16, 18):
+    got, _ = tiny.generate(rig, tiny.start(rig, tiny.random_prompts(B)[i:i + 1]), LENGTH)
+    assert got == greedy("none")[0][i:i + 1]
+  assert len(rig.traces) == 1
+
+
+@pytest.mark.parametrize("name", SPECULATING)
+def test_draft_lengths_limits_and_stop_tokens_by_slot(name):
+  """Each slot's text is plain's cut at its limit or first stop token; none drafts beyond its K."""
+  rig = tiny.rig(name, B)
+  max_draft, limit = np.arange(B) % (rig.drafter.max_depth + 1), 1 + np.arange(B) % 37
+  stop = np.arange(B) % (tiny.VOCAB + 3)  # no stop token for the last few
+  flags = sampling.STOPS * (np.arange(tiny.VOCAB) == stop[:, None])
+  state = tiny.start(rig, tiny.random_prompts(B), max_draft=max_draft, limit=limit,
+                     sampling=tiny.sampling_for(B, token_flags=flags))
+  got, outputs = tiny.generate(rig, state, LENGTH)
+  for i, (text, plain) in enumerate(zip(got, greedy("none")[0], strict=True)):
+    end = plain.index(stop[i]) + 1 if stop[i] in plain else LENGTH
+    assert text == plain[:min(end, limit[i])]
+  accepted = np.stack([out.drafted.sum(1) for out in outputs])
+  assert (accepted <= max_draft).all()
+  assert sum(out.finished for out in outputs).tolist() == [1] * B
+  assert len(rig.traces) == 1
+
+
+@pytest.mark.parametrize("name", ["ngram", "draft_model_tree", "draft_model_sampled"])
+def test_a_stop_token_inside_an_accepted_run_cuts_there(name):
+  """In a self-drafting or copying run most stops fall among accepted drafts: some must."""
+  if name == "draft_model_sampled":
+    name = "draft_model_self_sampled"
+  rig = tiny.rig(name, B)
+  text = greedy("none")[0]
+  stop = np.array([row[12] for row in text])
+  flags = sampling.STOPS * (np.arange(tiny.VOCAB) == stop[:, None])
+  state = tiny.start(rig, tiny.random_prompts(B), sampling=tiny.sampling_for(B, token_flags=flags))
+  got, outputs = tiny.generate(rig, state, LENGTH)
+  assert got == [row[:row.index(s) + 1] for row, s in zip(text, stop, strict=True)]
+  among_drafts = sum((out.finished & np.take_along_axis(
+      out.drafted, np.maximum(out.num_tokens - 1, 0)[:, None], 1)[:, 0]).sum() for out in outputs)
+  assert among_drafts > B // 10
+
+
+@pytest.mark.parametrize("name", POINT_MASS)
+def test_seeded_text_is_the_same_with_and_without_drafts(name):
+  options = tiny.sampling_for(B, temperature=0.9, top_p=np.where(np.arange(B) % 2, 0.8, 1))
+  text = lambda rig: tiny.generate(
+      rig, tiny.start(rig, tiny.random_prompts(B), sampling=options), LENGTH)[0]
+  assert text(tiny.rig(name, B)) == text(tiny.rig("none", B))
+
+
+@pytest.mark.parametrize("name", ["ngram", "draft_model_tree", "draft_model_sampled"])
+def test_seeded_text_alone_is_that_in_a_batch(name):
+  keys = jax.random.split(jax.random.key(4), B)
+  many, one = tiny.rig(name, B), tiny.rig(name, 1)
+  hot = lambda b: tiny.sampling_for(b, temperature=0.9)
+  texts, _ = tiny.generate(many, tiny.start(many, tiny.random_prompts(B), keys=keys,
+                                            sampling=hot(B)), LENGTH)
+  for i in (0, 5, 16):
+    alone, _ = tiny.generate(one, tiny.start(one, tiny.random_prompts(B)[i:i + 1],
+                                             keys=keys[i:i + 1], sampling=hot(1)), LENGTH)
+    assert alone == texts[i:i + 1]
+
+
+@pytest.mark.parametrize("name", ["draft_model_self", "draft_model_self_sampled",
+                                  "draft_model_self_tree", "draft_model_self_tree_sampled"])
+def test_the_target_drafting_for_itself_is_always_accepted(name):
+  """Greedy: K of K in every step. A single draft KV entry out of place would show."""
+  _, outputs = greedy(name)
+  depth = tiny.rig(name, B).drafter.max_depth
+  assert all((out.num_tokens == depth + 1).all() for out in outputs)
+
+
+def test_multi_step_is_as_many_steps(name="ngram"):
+  rig = tiny.rig(name, 5)
+  prompts = tiny.random_prompts(5)
+  run, traces = tiny.compiled(step.make_multi_step(rig.config, rig.drafter, 8), 1)
+  state, outputs = tiny.start(rig, prompts), []
+  roots = [[int(t)] for t in state.root]
+  for num_steps in (3, 8):
+    state, out = run(rig.params, state, jnp.int32(num_steps))
+    for row, tokens, n in zip(roots, *map(np.array, (out.tokens, out.num_tokens)), strict=True):
+      row += tokens[:n].tolist()
+    outputs.append(np.array(out.num_steps).tolist())
+  single, _ = tiny.generate(rig, tiny.start(rig, prompts), max(map(len, roots)))
+  assert roots == [row[:len(got)] for row, got in zip(single, roots, strict=True)]
+  assert outputs == [[3] * 5, [8] * 5] and len(traces) == 1
+
+
+# ------------------------------------------------------------------ bitwise numerics
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bitwise_logits_do_not_depend_on_the_width(dtype):
+  """Verification of N tokens of B slots gives the bits of decoding them one by one, alone."""
+  config = ModelConfig("tiny", 320, 96, 2, 6, 2, 16, 224, 64)
+  params = model.init_params(jax.random.key(1), config, jnp.dtype(dtype))
+  token = jax.random.randint(jax.random.key(2), (3, 24), 0, 320)
+
+  @functools.partial(jax.jit, static_argnums=0)
+  def forward(n, token, pages, table, length):
+    b = token.shape[0]
+    hidden, _, pages = model.forward(
+        params, config, token, tree.chain_mask(b, n), tree.pack(jnp.ones((b, n), bool), b * n),
+        pages, table, length, bitwise=True)
+    return model.logits(params, config, hidden, True).reshape(b, n, -1), pages
+
+  def decode(slots, n):
+    pages = cache.init_pages(config, 9, 8, jnp.dtype(dtype))
+    table = jnp.array([[4, 2, 7], [0, 8, 1], [3, 5, 6]])[slots]
+    out = []
+    for at in range(0, 24 // n * n, n):
+      logits, pages = forward(n, token[slots, at:at + n], pages, table,
+                              jnp.full(len(slots), at))
+      out.append(np.array(logits))
+    return np.concatenate(out, 1)
+
+  alone = [decode(np.array([i]), 1)[0] for i in range(3)]
+  for slots in ([0], [0, 1, 2]):
+    for n in (1, 2, 3, 4, 5, 8):
+      for i, got in zip(slots, decode(np.array(slots), n), strict=True):
+        np.testing.assert_array_equal(got, alone[i][:got.shape[0]])

@@ -1,0 +1,175 @@
+"""Who may import whom (DESIGN.md, section 2), and how large a file or a function may grow."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import pathlib
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+PACKAGE = ROOT / "jspec"
+CORE = {"types", "config"}
+ALLOWED = {  # module: the jspec modules it may import
+  "types": set(),
+  "config": set(),
+  "tree": CORE,
+  "sampling": CORE | {"tree"},
+  "verify": CORE | {"tree", "sampling"},
+  "control": set(),
+  "plan": CORE | {"tree"},
+  "step_output": CORE | {"tree", "sampling", "control", "drafters.base"},
+  "cache": CORE,
+  "attention": {"pallas.reference", "pallas.paged_attention_tpu", "pallas.paged_attention_gpu"},
+  "model": CORE | {"attention", "cache", "pallas.reference"},
+  "step": CORE | {"model", "verify", "cache", "sampling", "tree", "control", "plan", "step_output",
+                  "drafters.base"},
+  "pages": CORE,
+  "sampling_params": CORE,
+  "spec_config": CORE,
+  "outputs": CORE,
+}
+DRAFTER = CORE | {"model", "tree", "sampling", "cache", "control", "spec_config", "drafters.base"}
+THIRD_PARTY = {  # module: what it may import from outside jspec and the standard library
+  "types": {"jax", "flax"}, "config": set(), "attention": set(), "tree": {"jax"},
+  "sampling": {"jax", "flax"}, "verify": {"jax"}, "cache": {"jax"}, "model": {"jax", "numpy"},
+  "step": {"jax"}, "control": {"jax"}, "plan": {"jax"}, "step_output": {"jax"},
+  "pages": {"numpy"}, "scheduler": {"numpy"}, "outputs": set(), "sampling_params": set(),
+  "spec_config": set(),
+}
+NO_JAX = ("pages", "scheduler", "request", "outputs", "sampling_params", "spec_config", "config")
+MAX_LINES, MAX_FUNCTION = 400, 60
+
+
+def name_of(path: pathlib.Path) -> str:
+  parts = path.relative_to(PACKAGE).with_suffix("").parts
+  return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+DRAFTERS = sorted(m for m in MODULES if m.startswith("drafters."))
+KERNELS = sorted(m for m in MODULES if m.startswith("pallas"))
+IMPLEMENTED = [m for m in ALLOWED if m in MODULES]
+
+
+@functools.cache
+def parsed(module: str) -> ast.Module:
+  return ast.parse(MODULES[module].read_text(encoding="utf-8"))
+
+
+def imports(module: str, lazy: bool = True) -> tuple[set[str], set[str]]:
+  """(jspec modules, top-level names of other packages) that a module imports.
+
+  lazy: also those inside functions.
+  """
+  own, others = set(), set()
+  nodes = list(ast.walk(parsed(module))) if lazy else parsed(module).body
+  for node in nodes:
+    if isinstance(node, ast.Import):
+      names = [(alias.name, None) for alias in node.names]
+    elif isinstance(node, ast.ImportFrom):
+      assert node.level == 0, f"{module} has a relative import"
+      names = [(node.module, alias.name) for alias in node.names]
+    else:
+      continue
+    for base, name in names:
+      top, _, rest = base.partition(".")
+      if top != "jspec":
+        others.add(top)
+        continue
+      deeper = f"{rest}.{name}" if rest else str(name)
+      own.add(deeper if deeper in MODULES else rest)
+  return own, others
+
+
+def third_party(module: str) -> set[str]:
+  return imports(module)[1] - set(sys.stdlib_module_names) - {"__future__"}
+
+
+def reachable(module: str) -> set[str]:
+  """The module, its package and all jspec modules that importing it imports."""
+  seen, todo = set(), ["", module]
+  while todo:
+    current = todo.pop()
+    if current not in seen:
+      seen.add(current)
+      todo += imports(current, lazy=False)[0]
+  return seen
+
+
+def test_the_parser_sees_the_imports_that_are_there():
+  assert {"sampling", "types"} <= imports("verify")[0]
+  assert {"pallas.reference", "attention", "cache"} <= imports("model")[0]
+  assert third_party("types") == {"jax", "flax"}
+  assert "gguf" in imports("hub")[0] and "gguf" not in imports("hub", lazy=False)[0]
+  assert {"drafters.base", "types"} <= reachable("step")
+
+
+@pytest.mark.parametrize("module", IMPLEMENTED)
+def test_a_core_module_imports_only_what_lies_below_it(module):
+  assert not imports(module)[0] - ALLOWED[module]
+
+
+@pytest.mark.parametrize("module", [m for m in THIRD_PARTY if m in MODULES])
+def test_a_core_module_uses_only_its_own_libraries(module):
+  assert not third_party(module) - THIRD_PARTY[module]
+
+
+@pytest.mark.parametrize("module", KERNELS)
+def test_kernels_import_jax_only(module):
+  assert not {m for m in imports(module)[0] if not m.startswith("pallas")}
+  assert not third_party(module) - {"jax", "numpy"}
+
+
+@pytest.mark.parametrize("module", DRAFTERS)
+def test_a_drafter_knows_neither_the_step_nor_other_drafters(module):
+  own = imports(module)[0]
+  assert not own - DRAFTER, module
+  assert not third_party(module) - {"jax", "flax", "numpy"}
+
+
+def test_a_drafter_is_named_by_the_registry_alone():
+  """No other module imports a concrete drafter."""
+  concrete = set(DRAFTERS) - {"drafters.base"}
+  users = {m for m in MODULES if imports(m)[0] & concrete}
+  assert users == {"drafters"}
+
+
+@pytest.mark.parametrize("module", NO_JAX)
+def test_host_side_modules_never_reach_jax(module):
+  for reached in reachable(module):
+    assert not third_party(reached) & {"jax", "jaxlib", "flax"}, reached
+  assert not imports(module)[1] & {"jax", "jaxlib", "flax"}
+
+
+def test_no_file_is_too_long():
+  long = {m: n for m, path in MODULES.items()
+          if (n := len(path.read_text(encoding="utf-8").splitlines())) > MAX_LINES
+          and m not in KERNELS}
+  assert not long
+
+
+def test_no_function_is_too_long():
+  """Nested functions count on their own: a closure-building function is measured without them."""
+  long = {}
+  for module in set(MODULES) - set(KERNELS):
+    for node in ast.walk(parsed(module)):
+      if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        inner = [f for f in node.body if isinstance(f, ast.FunctionDef)]
+        size = lines(node) - sum(map(lines, inner))
+        if size > MAX_FUNCTION:
+          long[f"{module}.{node.name}"] = size
+  assert not long
+
+
+def lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+  return node.end_lineno - node.lineno + 1
+
+
+def test_no_file_is_a_copy_or_a_drawer_for_odds_and_ends():
+  bad = ("utils", "helpers", "common", "misc", "_v2", "_new", "_old", "_legacy", "_copy")
+  names = [p.stem for folder in ("jspec", "training", "serving", "scripts", "tests")
+           for p in (ROOT / folder).rglob("*.py")]
+  assert names and not [n for n in names if n in bad or n.endswith(bad)]

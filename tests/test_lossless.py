@@ -1,0 +1,216 @@
+"""Lossless in law on the real jitted step: chi-square of the joint law of the next three tokens.
+
+For every case and two sampling settings N = 5120 texts (128 slots x 40 sets of keys) follow one
+prompt and root. The exact law comes from the target alone: one flat forward pass over every
+context, softmax and top-p in numpy. Four statistics per setting: the joint law (cells expected
+less than 5 times pooled) and each token's own, whose few degrees of freedom find small biases.
+All tests together reject a lossless jspec with probability ALPHA = 1e-4 (Bonferroni); the seeds
+are fixed, so they don't. Power: each mutant below is rejected at the same bound with N = 1280.
+Point-mass drafters must moreover give the very text of plain sampling with the same keys, and
+every drafter must leave the KV of a fresh prefill, which is what shows a missing commit.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.stats
+import tiny
+
+from jspec import cache, model, sampling, step, tree
+from jspec import verify as rule
+
+B, REPEATS, LENGTH, V = 256, 40, 3, tiny.VOCAB
+PROMPT = [1, 2, 3, 4, 10, 3, 5, 10, 3]  # its end has occurred before
+SETTINGS = ((0.9, 1.0), (1.3, 0.7))  # (temperature, top_p), in alternate slots
+ALPHA = 1e-4
+BOUND = ALPHA / (len(SETTINGS) * (1 + LENGTH) * (len(tiny.CASES) + 1))
+
+
+@functools.cache
+def target_logits(root: int) -> np.ndarray:
+  """f64[V, V, 3, V]: logits after (root), (root, a), (root, a, b)."""
+  pairs = list(itertools.product(range(V), repeat=2))
+  token = jnp.array([[*PROMPT, root, *pair] for pair in pairs], jnp.int32)
+  b, n = token.shape
+  pages = cache.init_pages(tiny.TARGET, b, 16, jnp.float32)
+  hidden, _, _ = model.forward(
+      tiny.target_params(), tiny.TARGET, token, tree.chain_mask(b, n),
+      tree.pack(jnp.ones((b, n), bool), b * n), pages, jnp.arange(b)[:, None],
+      jnp.zeros(b, jnp.int32))
+  logits = model.logits(tiny.target_params(), tiny.TARGET, hidden)
+  return np.array(logits, np.float64).reshape(V, V, n, V)[:, :, -3:]
+
+
+def distribution(logits, temperature, top_p):
+  """Softmax, then the smallest set of likeliest tokens that holds top_p, renormalised."""
+  p = np.exp((logits - logits.max(-1, keepdims=True)) / temperature)
+  p /= p.sum(-1, keepdims=True)
+  order = np.argsort(-p, -1)
+  before = np.cumsum(np.take_along_axis(p, order, -1), -1) - np.take_along_axis(p, order, -1)
+  keep = np.take_along_axis(before < top_p, np.argsort(order, -1), -1)
+  return p * keep / (p * keep).sum(-1, keepdims=True)
+
+
+def exact_law(root, setting):
+  """f64[V, V, V], the target's joint law of three tokens."""
+  p = distribution(target_logits(root), *setting)
+  return p[0, 0, 0][:, None, None] * p[:, 0, 1][:, :, None] * p[:, :, 2]
+
+
+@functools.cache
+def prefilled(rig: tiny.Rig):
+  """Every slot with the same prompt and the same (greedy) root."""
+  return tiny.start(rig, [PROMPT] * B)
+
+
+def texts(rig: tiny.Rig, step_function=None, repeats=REPEATS):
+  """Root, and i32[slots * repeats, 3] for each setting: the next three tokens."""
+  temperature, top_p = np.array(SETTINGS).T[:, np.arange(B) % 2]
+  start = prefilled(rig)
+  sampled = start.sampling.replace(temperature=jnp.array(temperature, jnp.float32),
+                                   top_p=jnp.array(top_p, jnp.float32))
+  rows = []
+  for repeat in range(repeats):
+    keys = jax.random.split(jax.random.key(100 + repeat), B)
+    state = tiny.copy(start.replace(key=keys, sampling=sampled))
+    rows.append([row[1:] for row in tiny.generate(rig, state, 1 + LENGTH, step_function)[0]])
+  rows = np.array(rows)
+  (root,) = set(np.array(start.root).tolist())
+  return root, [rows[:, i::2].reshape(-1, LENGTH) for i in range(2)]
+
+
+def p_value(counts, law):
+  """Of Pearson's chi-square, cells expected less than 5 times pooled; 0 for the impossible."""
+  if counts[law == 0].any():
+    return 0.0
+  expected = law * counts.sum()
+  large = expected >= 5
+  seen, due = counts[large], expected[large]
+  if expected[~large].sum() >= 5:
+    seen, due = np.append(seen, counts[~large].sum()), np.append(due, expected[~large].sum())
+  return scipy.stats.chi2.sf(((seen - due)**2 / due).sum(), len(due) - 1)
+
+
+def smallest_p_value(root, samples):
+  values = []
+  for setting, sample in zip(SETTINGS, samples, strict=True):
+    law, counts = exact_law(root, setting), np.zeros((V,) * LENGTH)
+    np.add.at(counts, tuple(sample.T), 1)
+    values.append(p_value(counts, law))
+    for i in range(LENGTH):
+      others = tuple(j for j in range(LENGTH) if j != i)
+      values.append(p_value(counts.sum(others), law.sum(others)))
+  print("p-values", np.array(values).round(4))
+  return min(values)
+
+
+@functools.cache
+def plain_texts():
+  return texts(tiny.rig("none", B))
+
+
+@pytest.mark.parametrize("name", tiny.CASES)
+def test_next_three_tokens_have_the_targets_law(name):
+  rig = tiny.rig(name, B)
+  root, samples = texts(rig)
+  assert [len(sample) for sample in samples] == [5120, 5120]
+  assert smallest_p_value(root, samples) > BOUND
+  assert len(rig.traces) == 1
+  if not rig.drafter.sampled:
+    np.testing.assert_array_equal(samples, plain_texts()[1])
+
+
+def test_cutting_drafts_to_the_width_keeps_the_text():
+  """Two rows per slot on average, given to the nodes that past steps trust."""
+  rig = tiny.rig("ngram", B, ((B, 1), (2 * B, 5), (5 * B, 5)), rows_per_pass=B)
+  np.testing.assert_array_equal(texts(rig)[1], plain_texts()[1])
+
+
+# ------------------------------------------------------------------ the KV left behind
+
+
+@jax.jit
+def fresh_prefill(token):
+  b, n = token.shape
+  pages = cache.init_pages(tiny.TARGET, b, n, jnp.float32)
+  return model.forward(tiny.target_params(), tiny.TARGET, token, tree.chain_mask(b, n),
+                       tree.pack(jnp.ones((b, n), bool), b * n), pages, jnp.arange(b)[:, None],
+                       jnp.zeros(b, jnp.int32))[2]
+
+
+def kv_error(rig: tiny.Rig, step_function=None):
+  """Largest difference between committed KV after six steps and a fresh prefill's."""
+  start = prefilled(rig)
+  hot = start.sampling.replace(temperature=jnp.full(B, 0.9))
+  state, text = tiny.copy(start.replace(sampling=hot)), [[*PROMPT] for _ in range(B)]
+  for _ in range(6):
+    root = np.array(state.root)
+    state, out = (step_function or rig.step)(rig.params, state)
+    for row, first, tokens, n in zip(text, root, *map(np.array, (out.tokens, out.num_tokens)),
+                                     strict=True):
+      row += [first, *tokens[:n - 1]]
+  size = len(PROMPT) + 6 * (rig.drafter.max_depth + 1)
+  token = np.zeros((B, len(PROMPT) + 36), np.int32)
+  assert size <= token.shape[1] and (np.array(state.length) == [len(row) for row in text]).all()
+  for row, tokens in zip(token, text, strict=True):
+    row[:len(tokens)] = tokens
+  flat = lambda pages: pages[state.page_table].reshape(B, -1, pages.shape[-1])[:, :token.shape[1]]
+  committed = np.arange(token.shape[1]) < np.array(state.length)[:, None]
+  pairs = zip(jax.tree.leaves(state.pages), jax.tree.leaves(fresh_prefill(token)), strict=True)
+  return max(np.abs(np.array(flat(got) - want))[committed].max() for got, want in pairs)
+
+
+@pytest.mark.parametrize("name", tiny.CASES)
+def test_committed_kv_is_that_of_a_fresh_prefill(name):
+  assert kv_error(tiny.rig(name, B)) < 1e-4
+
+
+# ------------------------------------------------------------------ mutants
+
+
+def accept_without_q(honest):
+  """Coins are compared with p alone, the residual still subtracts q."""
+  def verify(draft, p, u_accept, u_bonus):
+    x = jnp.take_along_axis(draft.q_probs, draft.token[..., None], -1)[..., 0]
+    return honest(draft, p, u_accept / jnp.maximum(x, 1e-9), u_bonus)
+  return verify
+
+
+def neighbours_p(honest):
+  return lambda draft, p, *rest: honest(draft, jnp.roll(p, 1, axis=1), *rest)
+
+
+MUTANTS = {
+    "no residual": ("draft_model_sampled", rule, "residual", lambda honest: lambda p, q: p),
+    "q ignored by the coins": ("draft_model_sampled", step, "verify", accept_without_q),
+    "p of the neighbour": ("draft_model_sampled", step, "verify", neighbours_p),
+    "choice of the neighbour": ("draft_model_self_tree", step, "verify_point_mass", neighbours_p),
+    "draft and coin share a key": ("draft_model_sampled", sampling, "ACCEPT",
+                                   lambda honest: sampling.DRAFT),
+}
+
+
+def mutated_step(monkeypatch, rig, module, attribute, change):
+  prefilled(rig)  # with the honest code
+  monkeypatch.setattr(module, attribute, change(getattr(module, attribute)))
+  return tiny.compiled(step.make_step(rig.config, rig.drafter), 1)[0]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutants_are_rejected(monkeypatch, mutant):
+  name, *change = MUTANTS[mutant]
+  rig = tiny.rig(name, B)
+  mutated = mutated_step(monkeypatch, rig, *change)
+  assert smallest_p_value(*texts(rig, mutated, REPEATS // 4)) < BOUND
+
+
+def test_a_missing_commit_is_noticed(monkeypatch):
+  rig = tiny.rig("draft_model_self_tree", B)
+  nothing = lambda honest: lambda pages, *rest: pages
+  assert kv_error(rig, mutated_step(monkeypatch, rig, cache, "commit", nothing)) > 0.1
