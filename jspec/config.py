@@ -98,9 +98,6 @@ class EngineConfig:
   numerics: str = "fast"  # "bitwise": a token's logits do not depend on how many ran beside it
   prefill_chunks: tuple[int, ...] = (16, 32, 64, 128, 256)  # tokens, ascending
   widths: tuple[tuple[int, int], ...] = ()  # of the step, see StepConfig; (): the default
-  # Rows whose arithmetic takes as long as reading all the weights once. 19: two Zen 5 cores,
-  # SmolLM2-135M float32, 29 Nov 2026. Accelerators: a few hundred, so that drafts cost nothing.
-  rows_per_pass: float = 19.0
   seed: int = 0
 
   def __post_init__(self):

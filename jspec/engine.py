@@ -13,6 +13,7 @@ from jspec import cache, step
 from jspec.config import EngineConfig, ModelConfig
 from jspec.drafters.base import Drafter
 from jspec.outputs import SpeculativeStats
+from jspec.plan import CostModel
 from jspec.request import NewToken, Request
 from jspec.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGPROBS, SamplingParams
 from jspec.scheduler import Scheduler
@@ -21,6 +22,7 @@ from jspec.spec_config import SpeculativeConfig
 from jspec.types import FirstToken, SlotRequest, SpecState, StepOutput
 
 MAX_STEPS = 16  # of one device loop
+STRAGGLERS, EVERYBODY = 2.0, 1000.0  # whose tokens count, see plan.plan
 
 
 class Engine:
@@ -28,18 +30,18 @@ class Engine:
 
   Args:
     params: the target's parameter tree; draft_params: the drafter's.
-    spec: for the draft length by batch size.
+    spec: for the draft length by batch size. cost: of the step's widths.
   """
 
   def __init__(self, model: ModelConfig, params: Any, drafter: Drafter, draft_params: Any,
-               config: EngineConfig, spec: SpeculativeConfig):
+               config: EngineConfig, spec: SpeculativeConfig, cost: CostModel):
     self.model, self.config, self.spec, self.drafter = model, config, spec, drafter
     self.scheduler = Scheduler(config.max_num_seqs, config.num_pages, config.page_size,
                                drafter.num_nodes)
     self._params = {"target": params, "draft": draft_params}
     step_config = step.StepConfig(
         model, config.widths or step.default_widths(config.max_num_seqs, drafter.num_nodes),
-        config.rows_per_pass, MAX_LOGPROBS, config.numerics == "bitwise")
+        cost, MAX_LOGPROBS, config.numerics == "bitwise")
     self.traces: dict[str, int] = {}  # by compiled function
     self._step_config = step_config
     self._prefills: dict[int, Any] = {}
@@ -84,24 +86,29 @@ class Engine:
   def busy(self) -> bool:
     return bool(self.scheduler.waiting or self.scheduler.running)
 
-  def step(self, num_steps: int = MAX_STEPS) -> list[Request]:
-    """Admits and prefills what fits, runs up to num_steps steps; the requests that changed."""
+  def step(self, num_steps: int = MAX_STEPS, batch: bool = False) -> list[Request]:
+    """Admits and prefills what fits, runs up to num_steps steps; the requests that changed.
+
+    batch: what counts is when the last request is done, not how fast each one goes.
+    """
     changed = []
     for slot, request, pages in self.scheduler.admit():
       self._prefill(slot, request, pages)
       changed.append(request)
     if any(not r.finished for r in self.scheduler.running.values()):
-      changed += self._decode(num_steps)
+      changed += self._decode(num_steps, batch)
     for slot, request in list(self.scheduler.running.items()):
       if request.finished:
         self.scheduler.finish(slot)
     return list(dict.fromkeys(changed))
 
-  def _decode(self, num_steps: int) -> list[Request]:
+  def _decode(self, num_steps: int, batch: bool) -> list[Request]:
     running = {s: r for s, r in self.scheduler.running.items() if not r.finished}
     if any(r.params.stop for r in running.values()):
       num_steps = 1  # only the host sees a stop string
-    self._state, out = self._run(self._step_params(len(running)), self._state,
+    # A batch that nobody waits behind is done when its last request is.
+    lag = STRAGGLERS if batch and not self.scheduler.waiting else EVERYBODY
+    self._state, out = self._run(self._step_params(len(running), lag), self._state,
                                  jnp.int32(num_steps))
     out = jax.tree.map(np.asarray, out)
     for slot, request in running.items():
@@ -113,8 +120,9 @@ class Engine:
         self._state = self._release(self._state, jnp.int32(slot))
     return list(running.values())
 
-  def _step_params(self, num_running: int) -> dict[str, Any]:
-    return {**self._params, "max_draft": jnp.int32(self.spec.draft_tokens_at(num_running))}
+  def _step_params(self, num_running: int, lag: float = EVERYBODY) -> dict[str, Any]:
+    return {**self._params, "max_draft": jnp.int32(self.spec.draft_tokens_at(num_running)),
+            "lag": jnp.float32(lag)}
 
   def _prefill(self, slot: int, request: Request, pages: list[int]) -> None:
     # Beyond its own pages a slot's table leads out of the pool: writes there are dropped.

@@ -18,6 +18,7 @@ from jspec.config import EngineConfig, ModelConfig
 from jspec.drafters import DRAFTERS, DrafterSetup
 from jspec.engine import MAX_STEPS, Engine, check_request, engine_config
 from jspec.outputs import RequestOutput, Timing
+from jspec.plan import CostModel, cpu_cost
 from jspec.request import Request
 from jspec.sampling_params import SamplingParams
 from jspec.slot_sampling import check_bad_words
@@ -26,8 +27,9 @@ from jspec.spec_config import parse_speculative
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, str]]
 
-# Drafts are nearly free where a pass over the weights has arithmetic to spare.
-ACCELERATOR_ROWS_PER_PASS = 256.0
+# Drafts are nearly free where a pass over the weights has arithmetic to spare: the rows that take
+# as long as one pass are peak arithmetic over memory bandwidth, some hundreds on GPUs and TPUs.
+ACCELERATOR_COST = CostModel(rows_per_pass=256.0)
 
 
 class LLM:
@@ -66,8 +68,6 @@ class LLM:
     fields: dict[str, Any] = dict(
         dtype=dtype, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
         page_size=page_size, num_pages=num_pages, numerics=numerics, seed=seed)
-    if jax.default_backend() != "cpu":
-      fields["rows_per_pass"] = ACCELERATOR_ROWS_PER_PASS
     EngineConfig(**fields)  # refuse bad values before a model is loaded
     if self.speculative.num_speculative_tokens >= page_size:
       raise ValueError(f"num_speculative_tokens={self.speculative.num_speculative_tokens} must be "
@@ -84,9 +84,11 @@ class LLM:
         self.speculative, self.config, max_model_len, page_size, jnp.dtype(dtype),
         numerics == "bitwise", lambda name: self._load_draft(name, load))
     drafter, draft_params = DRAFTERS[self.speculative.method](setup)
+    cost = ACCELERATOR_COST if jax.default_backend() != "cpu" else cpu_cost(
+        self.config, dtype == "float32" and numerics == "fast")
     self._engine_config = engine_config(self.config, drafter.num_nodes, **fields)
     self.engine = Engine(self.config, self.loaded.params, drafter, draft_params,
-                         self._engine_config, self.speculative)
+                         self._engine_config, self.speculative, cost)
     self._num_requests = 0
 
   def _load_draft(self, name: str | None, load) -> tuple[ModelConfig, Any]:
@@ -171,7 +173,7 @@ class LLM:
       while shown:
         # Somebody else's turn of the engine may have brought these requests forward, too.
         if any(not r.finished for group in shown for r in group.requests):
-          self.engine.step(num_steps)
+          self.engine.step(num_steps, batch=num_steps == MAX_STEPS)
         for group in [g for g, count in shown.items() if g.num_tokens > count]:
           output = group.output()
           shown[group] = group.num_tokens

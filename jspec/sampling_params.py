@@ -90,10 +90,10 @@ class SamplingParams:
       if value < low or (high is not None and value > high):
         allowed = f">= {low}" if high is None else f"in {low}..{high}"
         raise ValueError(f"{name} must be {allowed}, got {value}")
-    for name, low, high in (("temperature", 0, LARGEST), ("min_p", 0, 1),
-                            ("presence_penalty", -2, 2), ("frequency_penalty", -2, 2),
-                            ("repetition_penalty", 1 / LARGEST, LARGEST)):
-      _check_real(name, getattr(self, name), low, high)
+    reals = (("temperature", 0, LARGEST), ("min_p", 0, 1), ("presence_penalty", -2, 2),
+             ("frequency_penalty", -2, 2), ("repetition_penalty", 1 / LARGEST, LARGEST))
+    for name, least, most in reals:
+      _check_real(name, getattr(self, name), least, most)
     _check_real("top_p", self.top_p, 0, 1, above=True)
     if self.max_tokens is not None and self.min_tokens > self.max_tokens:
       raise ValueError(f"min_tokens={self.min_tokens} must not exceed max_tokens={self.max_tokens}")

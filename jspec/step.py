@@ -35,7 +35,7 @@ from jspec.verify import verify, verify_point_mass
 
 
 def make_step(config: StepConfig, drafter: Drafter) -> Callable:
-  """step(params, state) -> (state, StepOutput); params: {"target", "draft", "max_draft"}.
+  """step(params, state) -> (state, StepOutput); params: {"target", "draft", "max_draft", "lag"}.
 
   Not jitted: the caller jits it, donating the state.
   """
@@ -47,7 +47,7 @@ def make_step(config: StepConfig, drafter: Drafter) -> Callable:
       draft, draft_state = _propose(params, state, drafter)
       state = state.replace(draft=draft_state)
       draft = _within_limits(draft, state, params["max_draft"], drafter.max_depth)
-    keep, choice = plan(draft, state, config)
+    keep, choice = plan(draft, state, config, params["lag"])
     carry = state, empty_output(state, drafter.max_depth + 1, drafter, config.max_logprobs)
     for i, (num_rows, num_nodes) in enumerate(config.widths):
       narrow, narrow_keep = jax.tree.map(lambda x, n=num_nodes: x[:, :n], (draft, keep))

@@ -21,7 +21,7 @@ from jspec.drafters.draft_model import draft_model
 from jspec.drafters.ngram import ngram
 from jspec.drafters.none import none
 from jspec.model import init_params
-from jspec.plan import StepConfig
+from jspec.plan import CostModel, StepConfig
 from jspec.slot_sampling import empty_sampling
 from jspec.types import NO_PARENT, PAD_TOKEN, DraftTree, SlotRequest, Slots, SpecState
 
@@ -128,7 +128,7 @@ def step_config(drafter: Drafter, num_slots: int, widths=None, rows_per_pass=1e9
   """By default every draft is verified whole, at one of two widths."""
   n = drafter.num_nodes
   widths = widths or ((num_slots, 1), (num_slots * n, n))[:1 if n == 1 else 2]
-  return StepConfig(TARGET, widths, rows_per_pass, max_logprobs=1)
+  return StepConfig(TARGET, widths, CostModel(rows_per_pass), max_logprobs=1)
 
 
 def compiled(function, donate: int, level: int = 3):
@@ -159,7 +159,8 @@ class Rig:
 @functools.cache
 def rig(name: str, num_slots: int, widths=None, rows_per_pass=1e9) -> Rig:
   drafter, draft_params = CASES[name](TARGET)
-  params = {"target": target_params(), "draft": draft_params, "max_draft": jnp.int32(99)}
+  params = {"target": target_params(), "draft": draft_params, "max_draft": jnp.int32(99),
+            "lag": jnp.float32(1000)}
   config = step_config(drafter, num_slots, widths, rows_per_pass)
   return Rig(config, drafter, params, num_slots, *_programs(config, drafter))
 
