@@ -15,7 +15,7 @@ demo: $(READY)  ## a real model writes, with speculation, then without; then the
 	$(BIN)/jspec bench --max-tokens 64 --repeats 1
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not slow and not gpu and not tpu"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu and not tpu"
 
 lint: $(READY)
 	$(BIN)/ruff check .

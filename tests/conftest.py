@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+
+import jax
 import pytest
 
 from jspec import hub
@@ -11,3 +14,11 @@ from jspec import hub
 def smollm2() -> hub.LoadedModel:
   """The embedded default model in float32: fetched and converted on first use, then cached."""
   return hub.load_model("smollm2-135m-instruct")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_compiled_programs():
+  """Each compiled program holds memory maps, of which a process may have some 65,000."""
+  yield
+  jax.clear_caches()
+  gc.collect()

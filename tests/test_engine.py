@@ -187,7 +187,8 @@ def test_a_draft_model_equal_to_the_target_has_every_draft_accepted():
   prompts = ["the cat and the hat", "abc", "one in the hand and", "he"]
   for batch in (prompts[:1], prompts, prompts[2:], prompts[:1]):
     for out in llm.generate(batch, params):
-      assert out.speculation.accepted_histogram == (0, 0, 0, 10)
+      assert out.speculation.acceptance_rate == 1
+      assert out.speculation.tokens_per_step > 3
 
 
 # --------------------------------------------------------------------------------- seeds

@@ -35,7 +35,7 @@ DRAFTER = CORE | {"model", "tree", "sampling", "cache", "control", "spec_config"
 THIRD_PARTY = {  # module: what it may import from outside jspec and the standard library
   "types": {"jax", "flax"}, "config": set(), "attention": set(), "tree": {"jax"},
   "sampling": {"jax", "flax"}, "verify": {"jax"}, "cache": {"jax"}, "model": {"jax", "numpy"},
-  "step": {"jax"}, "control": {"jax"}, "plan": {"jax"}, "step_output": {"jax"},
+  "step": {"jax"}, "control": {"jax"}, "plan": {"jax", "numpy"}, "step_output": {"jax"},
   "pages": {"numpy"}, "scheduler": {"numpy"}, "outputs": set(), "sampling_params": set(),
   "spec_config": set(),
 }
