@@ -3,19 +3,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-PROMPT ?= Copy this function, but name it total and its argument numbers: def add_all(xs): result = 0; \
-for x in xs: result = result + x; return result
-
-export JAX_PLATFORMS ?= cpu
 
 .PHONY: demo test lint types check clean
 
-demo: $(READY)  ## a real model writes, with speculation, then without; then the two are compared
-	$(BIN)/jspec generate --show-drafts --max-tokens 128 --temperature 0 "$(PROMPT)"
+demo: $(READY)  # a real model writes with speculation, then is timed against plain decoding
+	$(BIN)/jspec generate --show-drafts --max-tokens 128 --file scripts/demo_prompt.txt
 	$(BIN)/jspec bench --max-tokens 64 --repeats 1
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu and not tpu"
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu and not tpu"
 
 lint: $(READY)
 	$(BIN)/ruff check .

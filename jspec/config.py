@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 DTYPES = ("float32", "bfloat16")
 NUMERICS = ("fast", "bitwise")
+CHUNK_COST = 24  # rows whose arithmetic takes as long as one more pass over the weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,5 +122,19 @@ class EngineConfig:
 
   def prefill_chunk(self, remaining: int) -> tuple[int, int]:
     """(program size, prompt tokens) of the next chunk, with this many tokens to go."""
-    size = next((c for c in self.prefill_chunks if c >= remaining), self.prefill_chunks[-1])
+    size = _best_chunk(remaining, self.prefill_chunks)[1]
     return size, min(size, remaining)
+
+
+@functools.cache
+def _best_chunk(remaining: int, sizes: tuple[int, ...]) -> tuple[int, int]:
+  """(cost in rows, size of the first chunk) of prefilling this many tokens at the least cost."""
+  largest = sizes[-1]
+  if remaining > largest:
+    return remaining, largest
+  whole = next(c for c in sizes if c >= remaining)
+  options = [(whole + CHUNK_COST, whole)]
+  for size in sizes:
+    if size < remaining:
+      options.append((size + CHUNK_COST + _best_chunk(remaining - size, sizes)[0], size))
+  return min(options)

@@ -6,6 +6,8 @@ import gc
 
 import jax
 import pytest
+import tiny
+import tiny_llm
 
 from jspec import hub
 
@@ -21,4 +23,8 @@ def forget_compiled_programs():
   """Each compiled program holds memory maps, of which a process may have some 65,000."""
   yield
   jax.clear_caches()
+  for module in (tiny, tiny_llm):  # what they keep would have to be compiled again
+    for kept in vars(module).values():
+      if hasattr(kept, "cache_clear"):
+        kept.cache_clear()
   gc.collect()

@@ -272,6 +272,6 @@ def test_only_new_prefill_programs_are_warmed_up(fake, monkeypatch):
   monkeypatch.setattr(llm, "generate", lambda prompts, params: warmed.append(
     [len(ids) for ids in prompts]))
   compiled: set[int] = set()
-  for length in (10, 12, 600, 300):  # chunks of 16; 16; 256, 256, 128; 256, 64
+  for length in (10, 12, 600, 300):  # chunks of 16; 16; 256, 256, 32, 64; 256, 64
     terminal.warm_up(llm, [1] * length, compiled)
-  assert warmed == [[10], [256, 88], [44]]
+  assert warmed == [[10], [256, 32, 56]]

