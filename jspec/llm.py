@@ -110,7 +110,7 @@ class LLM:
     done: dict[str, RequestOutput] = {}
     requests = self._requests(prompts, params)
     with tqdm(total=len(requests), disable=not use_tqdm, unit="prompt") as bar:
-      for output in self._run(requests, MAX_STEPS):
+      for output in self._run(requests, MAX_STEPS, batch=True):
         if output.finished:
           done[output.request_id] = output
           bar.update()
@@ -129,7 +129,7 @@ class LLM:
              params: SamplingParams | Sequence[SamplingParams] | None = None
              ) -> Iterator[RequestOutput]:
     """Like generate, but yields snapshots, of any request in any order, as text appears."""
-    return self._run(self._requests(prompts, params), 1)
+    return self._run(self._requests(prompts, params), 1, batch=False)
 
   def encode_chat(self, messages: Messages, add_generation_prompt: bool = True) -> list[int]:
     return self.tokenizer.apply_chat_template(messages, add_generation_prompt)
@@ -164,7 +164,8 @@ class LLM:
       requests.append(Request(name, i, ids, own, limit, self.tokenizer))
     return _Group(name, prompt if isinstance(prompt, str) else None, requests)
 
-  def _run(self, groups: list[_Group], num_steps: int) -> Iterator[RequestOutput]:
+  def _run(self, groups: list[_Group], num_steps: int,
+           batch: bool) -> Iterator[RequestOutput]:
     try:
       for group in groups:
         for request in group.requests:
@@ -173,7 +174,7 @@ class LLM:
       while shown:
         # Somebody else's turn of the engine may have brought these requests forward, too.
         if any(not r.finished for group in shown for r in group.requests):
-          self.engine.step(num_steps, batch=num_steps == MAX_STEPS)
+          self.engine.step(num_steps, batch)
         for group in [g for g, count in shown.items() if g.num_tokens > count]:
           output = group.output()
           shown[group] = group.num_tokens

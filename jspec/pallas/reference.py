@@ -52,11 +52,6 @@ def paged_attention(
     top, total, acc = carry  # f32 [B, K, G*N, 1], [B, K, G*N, 1], [B, K, G*N, h]
     ids = jax.lax.dynamic_slice_in_dim(table, i * per_chunk, per_chunk, axis=1)
     column = i * chunk + jnp.arange(chunk) - length[:, None]  # i32[B, C], < 0 in the prefix
-    k, v = (_values(pages[ids]).reshape(b, chunk, num_kv, head_dim).transpose(0, 2, 1, 3)
-            for pages in (k_pages, v_pages))
-    # What lies beyond is stale or another slot's: a weight of 0 would not stop its inf or NaN.
-    v = jnp.where((column < n)[:, None, :, None], v, 0)
-    column = i * chunk + jnp.arange(chunk) - length[:, None]  # i32[B, C], < 0 in the prefix
     owned = (column < n)[:, None, :, None]  # elsewhere there may be anything, and 0 * NaN is NaN
     # Head-major copies, made here and not left to the products: XLA:CPU takes twice as long else.
     k, v = jax.lax.optimization_barrier(tuple(
