@@ -9,6 +9,13 @@ import math
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 DTYPES = ("float32", "bfloat16")
 NUMERICS = ("fast", "bitwise")
+KV_DTYPES = {  # kv_cache_dtype, in vLLM's spelling -> array dtype; "auto" is the model's
+  "auto": None,
+  "int8": "int8",
+  "fp8": "float8_e4m3fn",
+  "fp8_e4m3": "float8_e4m3fn",
+  "fp8_e5m2": "float8_e5m2",
+}
 CHUNK_COST = 24  # rows whose arithmetic takes as long as one more pass over the weights
 
 
@@ -93,24 +100,35 @@ class EngineConfig:
   """Shapes and policies of one engine."""
 
   dtype: str = "float32"
+  kv_cache_dtype: str = "auto"  # a key of KV_DTYPES
   max_model_len: int = 2048  # prompt and output, tokens
   max_num_seqs: int = 8  # slots
   page_size: int = 128  # tokens
   num_pages: int = 0  # of the pool, for all slots; 0: enough for every slot at max_model_len
+  tensor_parallel_size: int = 1  # devices that share the weights and the KV heads
+  data_parallel_size: int = 1  # groups of devices that share the slots and the pages
+  attention_backend: str = "auto"  # see attention.BACKENDS
   numerics: str = "fast"  # "bitwise": a token's logits do not depend on how many ran beside it
   prefill_chunks: tuple[int, ...] = (16, 32, 64, 128, 256)  # tokens, ascending
   widths: tuple[tuple[int, int], ...] = ()  # of the step, see StepConfig; (): the default
   seed: int = 0
 
   def __post_init__(self):
-    for name in ("max_model_len", "max_num_seqs", "page_size"):
+    for name in ("max_model_len", "max_num_seqs", "page_size", "tensor_parallel_size",
+                 "data_parallel_size"):
       value = getattr(self, name)
       if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
     if self.num_pages < 0:
       raise ValueError(f"num_pages must be >= 0, got {self.num_pages}")
+    for name in ("max_num_seqs", "num_pages"):
+      if getattr(self, name) % self.data_parallel_size:
+        raise ValueError(f"{name}={getattr(self, name)} must be a multiple of "
+                         f"data_parallel_size={self.data_parallel_size}")
     if self.dtype not in DTYPES:
       raise ValueError(f"dtype {self.dtype!r} is not one of {DTYPES}")
+    if self.kv_cache_dtype not in KV_DTYPES:
+      raise ValueError(f"kv_cache_dtype {self.kv_cache_dtype!r} is not one of {tuple(KV_DTYPES)}")
     if self.numerics not in NUMERICS:
       raise ValueError(f"numerics {self.numerics!r} is not one of {NUMERICS}")
     if not self.prefill_chunks or list(self.prefill_chunks) != sorted(set(self.prefill_chunks)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from jspec import cache, step
 from jspec.config import EngineConfig, ModelConfig
 from jspec.drafters.base import Drafter
 from jspec.outputs import SpeculativeStats
+from jspec.placement import Placement
 from jspec.plan import CostModel
 from jspec.request import NewToken, Request
 from jspec.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGPROBS, SamplingParams
@@ -31,46 +33,45 @@ class Engine:
   Args:
     params: the target's parameter tree; draft_params: the drafter's.
     spec: for the draft length by batch size. cost: of the step's widths.
+    devices: how the model is computed and where its arrays live.
   """
 
   def __init__(self, model: ModelConfig, params: Any, drafter: Drafter, draft_params: Any,
-               config: EngineConfig, spec: SpeculativeConfig, cost: CostModel):
+               config: EngineConfig, spec: SpeculativeConfig, cost: CostModel,
+               devices: Placement):
     self.model, self.config, self.spec, self.drafter = model, config, spec, drafter
+    self.devices = devices
     self.scheduler = Scheduler(config.max_num_seqs, config.num_pages, config.page_size,
                                drafter.num_nodes)
     self._params = {"target": params, "draft": draft_params}
-    step_config = step.StepConfig(
+    self._step_config = step.StepConfig(
         model, config.widths or step.default_widths(config.max_num_seqs, drafter.num_nodes),
-        cost, MAX_LOGPROBS, config.numerics == "bitwise")
+        cost, MAX_LOGPROBS, config.numerics == "bitwise", devices.attend)
     self.traces: dict[str, int] = {}  # by compiled function
-    self._step_config = step_config
     self._prefills: dict[int, Any] = {}
-    self._run = self._jit("step", step.make_multi_step(step_config, drafter, MAX_STEPS), 1)
-    self._admit = self._jit("admit", step.admit, 0)
-    self._release = self._jit("release", step.release, 0)
-    self._key = jax.random.key(config.seed)
+    state = lambda key: initial_state(key, model, drafter, config, devices.kv_dtype)
+    key = jax.random.key(config.seed)
+    self._shardings = devices.shardings(jax.eval_shape(state, key))
+    self._run = self._jit("step", step.make_multi_step(self._step_config, drafter, MAX_STEPS), 1)
+    self._admit = self._jit("admit", step.admit, 0, has_output=False)
+    self._release = self._jit("release", step.release, 0, has_output=False)
+    # The key of a seeded request depends on its seed alone; others each get one of their own.
+    self._seed_key = jax.jit(lambda low, high: jax.random.fold_in(jax.random.key(low), high),
+                             out_shardings=devices.everywhere)
+    self._next_key = jax.jit(lambda i: jax.random.fold_in(jax.random.key(config.seed), i),
+                             out_shardings=devices.everywhere)
     self._unseeded = 0
-    self._state = self._initial_state()
+    self._state = jax.jit(lambda: state(jax.random.key(config.seed)),
+                          out_shardings=self._shardings)()
 
-  def _jit(self, name: str, function: Any, state_argument: int) -> Any:
-    """Compiled with its state donated; counts traces."""
+  def _jit(self, name: str, function: Any, state_argument: int, has_output: bool = True) -> Any:
+    """Compiled with its state donated, its output on every device; counts traces."""
     def traced(*args):
       self.traces[name] = self.traces.get(name, 0) + 1
       return function(*args)
 
-    return jax.jit(traced, donate_argnums=state_argument)
-
-  def _initial_state(self) -> SpecState:
-    c, b = self.config, self.config.max_num_seqs
-    zeros = lambda dtype=jnp.int32: jnp.zeros(b, dtype)
-    return SpecState(
-        pages=cache.init_pages(self.model, c.num_pages, c.page_size, jnp.dtype(c.dtype)),
-        page_table=jnp.zeros((b, c.pages_per_slot(self.drafter.num_nodes)), jnp.int32),
-        length=zeros(), root=zeros(), active=zeros(bool), num_output=zeros(), limit=zeros(),
-        max_draft=zeros(), accepted=zeros(jnp.float32), tested=zeros(jnp.float32) + 1,
-        key=jax.random.split(self._key, b),
-        sampling=empty_sampling(b, self.model.vocab_size, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS),
-        draft=self.drafter.init(b, c.num_pages))
+    out = (self._shardings, self.devices.everywhere) if has_output else self._shardings
+    return jax.jit(traced, donate_argnums=state_argument, out_shardings=out)
 
   # ------------------------------------------------------------- the loop
 
@@ -80,62 +81,79 @@ class Engine:
   def abort(self, request: Request) -> None:
     slot = self.scheduler.abort(request)
     if slot is not None:
-      self._state = self._release(self._state, jnp.int32(slot))
+      self._state = self._release(self._state, np.int32(slot))
 
   @property
   def busy(self) -> bool:
     return bool(self.scheduler.waiting or self.scheduler.running)
+
+  @property
+  def num_requests(self) -> int:
+    return len(self.scheduler.waiting) + len(self.scheduler.running)
 
   def step(self, num_steps: int = MAX_STEPS, batch: bool = False) -> list[Request]:
     """Admits and prefills what fits, runs up to num_steps steps; the requests that changed.
 
     batch: what counts is when the last request is done, not how fast each one goes.
     """
+    return self.start_step(num_steps, batch)()
+
+  def start_step(self, num_steps: int, batch: bool) -> Callable[[], list[Request]]:
+    """`step`, without waiting for the device; call the result for what step returns."""
     changed = []
     for slot, request, pages in self.scheduler.admit():
       self._prefill(slot, request, pages)
       changed.append(request)
-    if any(not r.finished for r in self.scheduler.running.values()):
-      changed += self._decode(num_steps, batch)
-    for slot, request in list(self.scheduler.running.items()):
-      if request.finished:
-        self.scheduler.finish(slot)
-    return list(dict.fromkeys(changed))
-
-  def _decode(self, num_steps: int, batch: bool) -> list[Request]:
     running = {s: r for s, r in self.scheduler.running.items() if not r.finished}
+    out = self._start_loop(running, num_steps, batch) if running else None
+
+    def finish() -> list[Request]:
+      if out is not None:
+        self._take(running, jax.tree.map(np.asarray, out))
+      for slot, request in list(self.scheduler.running.items()):
+        if request.finished:
+          self.scheduler.finish(slot)
+      return list(dict.fromkeys([*changed, *running.values()]))
+
+    return finish
+
+  def _start_loop(self, running: dict[int, Request], num_steps: int, batch: bool) -> StepOutput:
     if any(r.params.stop for r in running.values()):
       num_steps = 1  # only the host sees a stop string
     # A batch that nobody waits behind is done when its last request is.
     lag = STRAGGLERS if batch and not self.scheduler.waiting else EVERYBODY
     self._state, out = self._run(self._step_params(len(running), lag), self._state,
-                                 jnp.int32(num_steps))
-    out = jax.tree.map(np.asarray, out)
+                                 np.int32(num_steps))
+    return out
+
+  def _take(self, running: dict[int, Request], out: StepOutput) -> None:
+    """Hands a device loop's tokens to their requests."""
     for slot, request in running.items():
       before = len(request.tokens)
       for new in _tokens(out, slot, request.params.logprobs):
         request.push(new)
       request.stats += _stats(out, slot, len(request.tokens) - before)
       if request.finished and not out.finished[slot]:
-        self._state = self._release(self._state, jnp.int32(slot))
-    return list(running.values())
+        self._state = self._release(self._state, np.int32(slot))
 
   def _step_params(self, num_running: int, lag: float = EVERYBODY) -> dict[str, Any]:
-    return {**self._params, "max_draft": jnp.int32(self.spec.draft_tokens_at(num_running)),
-            "lag": jnp.float32(lag)}
+    return {**self._params, "max_draft": np.int32(self.spec.draft_tokens_at(num_running)),
+            "lag": np.float32(lag)}
 
   def _prefill(self, slot: int, request: Request, pages: list[int]) -> None:
     # Beyond its own pages a slot's table leads out of the pool: writes there are dropped.
-    table = np.full(self._state.page_table.shape[1], np.iinfo(np.int32).max, np.int32)
+    table = np.full(self._state.page_table.shape[1], cache.NOWHERE, np.int32)
     table[:len(pages)] = pages
     params = request.params
     depth = self.drafter.max_depth
     draft = depth if params.num_speculative_tokens is None else params.num_speculative_tokens
-    row = SlotRequest(
-        jnp.asarray(table), jnp.int32(request.limit), jnp.int32(draft),
-        self._request_key(request),
-        sampling_row(params, request.prompt_ids, request.tokenizer, self.model.vocab_size))
-    self._state = self._admit(self._state, jnp.int32(slot), row)
+    fields: dict[str, Any] = dict(  # numpy: every process of a mesh has the same
+        page_table=table, limit=np.int32(request.limit), max_draft=np.int32(draft),
+        key=self._request_key(request),
+        sampling=sampling_row(params, request.prompt_ids, request.tokenizer,
+                              self.model.vocab_size))
+    row = SlotRequest(**fields)
+    self._state = self._admit(self._state, np.int32(slot), row)
     ids, done = request.prompt_ids, 0
     while done < len(ids):
       size, count = self.config.prefill_chunk(len(ids) - done)
@@ -144,12 +162,12 @@ class Engine:
       token[:len(chunk)] = chunk
       done += count
       self._state, first = self._prefill_program(size)(
-          self._step_params(1), self._state, jnp.int32(slot), token, jnp.int32(count),
-          jnp.bool_(done == len(ids)))
+          self._step_params(1), self._state, np.int32(slot), token, np.int32(count),
+          np.bool_(done == len(ids)))
     first = jax.tree.map(np.asarray, first)
     request.push(_first_token(first, params.logprobs))
     if request.finished and not first.finished:
-      self._state = self._release(self._state, jnp.int32(slot))
+      self._state = self._release(self._state, np.int32(slot))
 
   def _prefill_program(self, size: int) -> Any:
     if size not in self._prefills:
@@ -158,16 +176,30 @@ class Engine:
     return self._prefills[size]
 
   def _request_key(self, request: Request) -> jax.Array:
-    """The key of a seeded request depends on its seed alone; others each get one of their own."""
     seed = request.params.seed
     if seed is None:
       self._unseeded += 1
-      return jax.random.fold_in(self._key, self._unseeded)
-    return jax.random.fold_in(jax.random.key(seed & 0xFFFFFFFF), seed >> 32)
+      return self._next_key(np.uint32(self._unseeded))
+    return self._seed_key(np.uint32(seed & 0xFFFFFFFF), np.uint32(seed >> 32 & 0xFFFFFFFF))
 
   def compiled_step(self) -> Any:
     """The step, lowered and compiled for the engine's shapes: for memory and cost analysis."""
-    return self._run.lower(self._step_params(1), self._state, jnp.int32(1)).compile()
+    return self._run.lower(self._step_params(1), self._state, np.int32(1)).compile()
+
+
+def initial_state(key: jax.Array, model: ModelConfig, drafter: Drafter, config: EngineConfig,
+                  kv_dtype: Any) -> SpecState:
+  """Empty slots and pages. kv_dtype: of the pages, see cache.stored_dtype."""
+  c, b = config, config.max_num_seqs
+  zeros = lambda dtype=jnp.int32: jnp.zeros(b, dtype)
+  return SpecState(
+      pages=cache.init_pages(model, c.num_pages, c.page_size, kv_dtype),
+      page_table=jnp.zeros((b, c.pages_per_slot(drafter.num_nodes)), jnp.int32),
+      length=zeros(), root=zeros(), active=zeros(bool), num_output=zeros(), limit=zeros(),
+      max_draft=zeros(), accepted=zeros(jnp.float32), tested=zeros(jnp.float32) + 1,
+      key=jax.random.split(key, b),
+      sampling=empty_sampling(b, model.vocab_size, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS),
+      draft=drafter.init(b, c.num_pages))
 
 
 def check_request(params: SamplingParams, num_prompt: int, model: ModelConfig,

@@ -17,7 +17,15 @@ from gguf.quants import dequantize
 
 from jspec.config import ModelConfig
 from jspec.hf_config import model_config_from_gguf
-from jspec.weights import Params, Path, TensorSource, WeightsError, build_params, param_shapes
+from jspec.weights import (
+  Params,
+  Path,
+  Placer,
+  TensorSource,
+  WeightsError,
+  build_params,
+  param_shapes,
+)
 
 SUPPORTED_QUANTISATIONS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_K",
                            "Q6_K")
@@ -190,7 +198,9 @@ def pairs_to_halves(array: np.ndarray, num_heads: int) -> np.ndarray:
 
 
 def load_gguf(file: GGUFFile, dtype: str = "float32",
-              progress: bool | None = None) -> tuple[ModelConfig, Params]:
-  """Config and parameter tree of an opened GGUF file."""
+              progress: bool | None = None,
+              placer: Placer | None = None) -> tuple[ModelConfig, Params]:
+  """Config and parameter tree of an opened GGUF file. placer: see hub.load_model."""
   config = gguf_config(file)
-  return config, build_params(gguf_source(file, config), config, dtype, progress)
+  held, place = placer(config) if placer else (config, None)
+  return held, build_params(gguf_source(file, config), config, dtype, progress, place)

@@ -23,6 +23,7 @@ from jspec.hf_config import hf_config_from_model, model_config_from_hf
 from jspec.tokenizer import Tokenizer, gguf_tokenizer, load_tokenizer
 from jspec.weights import (
   Params,
+  Placer,
   checkpoint_shapes,
   hf_names,
   hf_norm_offset,
@@ -106,22 +107,24 @@ class ModelRow(NamedTuple):
 
 def load_model(name: str | pathlib.Path, dtype: str = "float32",
                cache_dir: str | pathlib.Path | None = None,
-               progress: bool | None = None) -> LoadedModel:
+               progress: bool | None = None, placer: Placer | None = None) -> LoadedModel:
   """Config, parameters and tokenizer of a model, fetched first if need be.
 
   Args:
     name: a folder, a .gguf file, a Hugging Face repo id, or a name in DEFAULT_MODELS.
     progress: progress bars on stderr; None means only on a terminal.
+    placer: e.g. Placement.target; all goes to the default device if None.
   """
   files = resolve(name, cache_dir, progress)
   if files.kind == "gguf":
     from jspec import gguf  # here: the gguf package is only needed for GGUF files
     file = gguf.read_gguf(files.path)
-    config, params = gguf.load_gguf(file, dtype, progress)
+    config, params = gguf.load_gguf(file, dtype, progress, placer)
     return LoadedModel(config, params, gguf_tokenizer(file.metadata), files.name)
   config = model_config_from_hf(read_config(files.path))
-  params = load_params(files.path, config, dtype, progress)
-  return LoadedModel(config, params, load_tokenizer(files.path), files.name)
+  held, place = placer(config) if placer else (config, None)
+  params = load_params(files.path, config, dtype, progress, place)
+  return LoadedModel(held, params, load_tokenizer(files.path), files.name)
 
 
 def read_config(folder: pathlib.Path) -> dict[str, Any]:

@@ -18,11 +18,15 @@ from jspec.config import EngineConfig, ModelConfig
 from jspec.drafters import DRAFTERS, DrafterSetup
 from jspec.engine import MAX_STEPS, Engine, check_request, engine_config
 from jspec.outputs import RequestOutput, Timing
+from jspec.placement import Placement, check_attention, place
 from jspec.plan import CostModel, cpu_cost
+from jspec.replicas import Replicas
 from jspec.request import Request
 from jspec.sampling_params import SamplingParams
+from jspec.sharding import place_params
 from jspec.slot_sampling import check_bad_words
 from jspec.spec_config import parse_speculative
+from jspec.weights import Placer
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, str]]
@@ -44,6 +48,12 @@ class LLM:
     dtype: "float32", "bfloat16", or "auto": float32 on CPU, bfloat16 elsewhere.
     max_model_len: longest prompt + output, tokens. max_num_seqs: requests run side by side.
     page_size, num_pages: of the KV cache; num_pages=0 has room for every slot at max_model_len.
+    kv_cache_dtype: "auto" is the model's; "int8", "fp8" ("fp8_e4m3") and "fp8_e5m2" keep keys and
+      values in 8 bits with a scale for each head and position.
+    tensor_parallel_size: devices that share the weights and the heads. A draft model lies whole on
+      each of them, or is shared too (draft_tensor_parallel_size in speculative_config).
+    data_parallel_size: groups of that many devices, each with its share of the slots and pages.
+    attention_backend: "auto", or one of attention.BACKENDS, which is then used or refused.
     numerics: "bitwise" makes a token's logits independent of the verification width, so that
       speculation changes not even near-ties, in float32 and bfloat16; costs up to a quarter of
       plain decoding speed in float32 on CPU. "fast" leaves that to rounding.
@@ -58,7 +68,9 @@ class LLM:
   def __init__(self, model: str | pathlib.Path | hub.LoadedModel = "smollm2-135m-instruct", *,
                speculative_config: Mapping[str, Any] | None = None, dtype: str = "auto",
                max_model_len: int = 2048, max_num_seqs: int = 8, page_size: int = 128,
-               num_pages: int = 0, numerics: str = "fast", seed: int = 0,
+               num_pages: int = 0, kv_cache_dtype: str = "auto", tensor_parallel_size: int = 1,
+               data_parallel_size: int = 1, attention_backend: str = "auto",
+               numerics: str = "fast", seed: int = 0,
                cache_dir: str | pathlib.Path | None = None, progress: bool | None = None,
                **older_flags: Any):
     self.speculative = parse_speculative(
@@ -67,32 +79,51 @@ class LLM:
       dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     fields: dict[str, Any] = dict(
         dtype=dtype, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
-        page_size=page_size, num_pages=num_pages, numerics=numerics, seed=seed)
-    EngineConfig(**fields)  # refuse bad values before a model is loaded
+        page_size=page_size, num_pages=num_pages, kv_cache_dtype=kv_cache_dtype,
+        tensor_parallel_size=tensor_parallel_size, data_parallel_size=data_parallel_size,
+        attention_backend=attention_backend, numerics=numerics, seed=seed)
+    # Refuse bad values before a model is loaded.
+    placements = place(EngineConfig(**fields), jax.default_backend(),
+                       self.speculative.draft_tensor_parallel_size)
     if self.speculative.num_speculative_tokens >= page_size:
       raise ValueError(f"num_speculative_tokens={self.speculative.num_speculative_tokens} must be "
                        f"smaller than {page_size=}: the tokens of a step must fit a page")
     _use_compilation_cache(cache_dir)
-    load = lambda name: hub.load_model(name, dtype=dtype, cache_dir=cache_dir, progress=progress)
-    self.loaded = model if isinstance(model, hub.LoadedModel) else load(model)
+    self._load = lambda name, placer: hub.load_model(
+        name, dtype=dtype, cache_dir=cache_dir, progress=progress, placer=placer)
+    self.loaded = _placed(model, placements[0].target) if isinstance(
+        model, hub.LoadedModel) else self._load(model, placements[0].target)
     self.config: ModelConfig = self.loaded.config
     self.tokenizer = self.loaded.tokenizer
     given = self.loaded.params["embed"].dtype
     if given != jnp.dtype(dtype):
       raise ValueError(f"{dtype=} was asked for, but the loaded model is {given}")
-    setup = DrafterSetup(
-        self.speculative, self.config, max_model_len, page_size, jnp.dtype(dtype),
-        numerics == "bitwise", lambda name: self._load_draft(name, load))
-    drafter, draft_params = DRAFTERS[self.speculative.method](setup)
-    cost = ACCELERATOR_COST if jax.default_backend() != "cpu" else cpu_cost(
-        self.config, dtype == "float32" and numerics == "fast")
-    self._engine_config = engine_config(self.config, drafter.num_nodes, **fields)
-    self.engine = Engine(self.config, self.loaded.params, drafter, draft_params,
-                         self._engine_config, self.speculative, cost)
+    engines = [self._engine(devices, fields) for devices in placements]
+    self._engine_config = engines[0].config
+    self.engine = engines[0] if len(engines) == 1 else Replicas(engines)
     self._num_requests = 0
 
-  def _load_draft(self, name: str | None, load) -> tuple[ModelConfig, Any]:
-    draft = self.loaded if name == self.loaded.name else load(name)
+  def _engine(self, devices: Placement, fields: dict[str, Any]) -> Engine:
+    """An engine on its devices, with its part of the slots and pages."""
+    parts = fields["data_parallel_size"]
+    fields = {**fields, "data_parallel_size": 1, "num_pages": fields["num_pages"] // parts,
+              "max_num_seqs": fields["max_num_seqs"] // parts}
+    params = _placed(self.loaded, devices.target).params
+    bitwise = fields["numerics"] == "bitwise"
+    setup = DrafterSetup(
+        self.speculative, self.config, fields["max_model_len"], fields["page_size"],
+        devices.kv_dtype, bitwise, devices.draft_attend,
+        lambda name: self._load_draft(name, devices.draft))
+    drafter, draft_params = DRAFTERS[self.speculative.method](setup)
+    cost = ACCELERATOR_COST if jax.default_backend() != "cpu" else cpu_cost(
+        self.config, fields["dtype"] == "float32" and not bitwise)
+    config = engine_config(self.config, drafter.num_nodes, **fields)
+    check_attention(devices.attend, self.config, config, devices.kv_dtype, drafter.num_nodes)
+    return Engine(self.config, params, drafter, draft_params, config, self.speculative, cost,
+                  devices)
+
+  def _load_draft(self, name: str | None, placer: Placer) -> tuple[ModelConfig, Any]:
+    draft = _placed(self.loaded, placer) if name == self.loaded.name else self._load(name, placer)
     if draft.config.vocab_size != self.config.vocab_size:
       raise ValueError(f"draft model {name!r} has a vocabulary of {draft.config.vocab_size} "
                        f"tokens, the target has {self.config.vocab_size}: they must be the same")
@@ -208,6 +239,12 @@ class _Group:
     timing = Timing(first - added, last - added if finished else 0.0)
     return RequestOutput(self.request_id, self.prompt, self.requests[0].prompt_ids,
                          tuple(r.output() for r in self.requests), finished, timing)
+
+
+def _placed(loaded: hub.LoadedModel, placer: Placer) -> hub.LoadedModel:
+  """A model loaded before, on this engine's devices."""
+  config, put = placer(loaded.config)
+  return loaded._replace(config=config, params=place_params(loaded.params, put))
 
 
 def _use_compilation_cache(cache_dir: str | pathlib.Path | None) -> None:

@@ -19,8 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec import cache
-from jspec.attention import paged_attention
+from jspec.attention import Attend
 from jspec.config import ModelConfig
+from jspec.pallas import reference, tree_bits
 from jspec.pallas.reference import tree_sum
 from jspec.types import KVPages, Rows
 
@@ -40,12 +41,15 @@ def forward(
     page_table: jax.Array,  # i32[B, max_pages]
     length: jax.Array,  # i32[B]
     *,
+    attend: Attend = reference.paged_attention,
+    is_chain: bool = False,
     bitwise: bool = False,
     feature_layers: tuple[int, ...] = (),
 ) -> tuple[jax.Array, jax.Array, KVPages]:
   """Runs the tree nodes named by `rows` on top of each slot's committed prefix.
 
-  Node i's KV goes to position length + i; its rotary position is length + depth.
+  Node i's KV goes to position length + i; its rotary position is length + depth. `is_chain`
+  promises that each node's parent is the node before it, for a cheaper mask.
 
   Returns:
     hidden [R, E]: the final normed hidden state of each row, ready for `logits`.
@@ -58,7 +62,8 @@ def forward(
     position = length[rows.slot] + depth[rows.slot, rows.node]
     x = embed(params, config, token[rows.slot, rows.node], position)
   x, taps, pages = blocks(params["layers"], config, x, position, mask, rows, pages, page_table,
-                          length, bitwise=bitwise, taps=feature_layers)
+                          length, attend=attend, is_chain=is_chain, bitwise=bitwise,
+                          taps=feature_layers)
   hidden = norm(x, params["final_norm"], config, bitwise)
   taps = {**taps, config.num_layers: hidden}
   tapped = [taps[i] for i in feature_layers]
@@ -77,12 +82,16 @@ def embed(params: Params, config: ModelConfig, token: jax.Array, position: jax.A
 
 
 def blocks(layers, config: ModelConfig, x, position, mask, rows: Rows, pages: KVPages, page_table,
-           length, *, bitwise=False, taps: tuple[int, ...] = ()):
+           length, *, attend: Attend = reference.paged_attention, is_chain=False, bitwise=False,
+           taps: tuple[int, ...] = ()):
   """The decoder layers alone, for drafters that bring their own input x[R, E]."""
   seen = {}
+  computed = rows.of_node < rows.slot.shape[0]
+  ancestors = tree_bits.pack(mask & computed[:, :, None])
   where = cache.locate_rows(rows, page_table, length, pages.k[0].shape[1])
   angles = rope_angles(config, position)
-  keys, values = list(pages.k), list(pages.v)
+  layer_pages: list[list[Any]] = [list(x) or [None] * len(layers) for x in (
+      pages.k, pages.v, pages.k_scale, pages.v_scale)]
   for i, layer in enumerate(layers):
     if i in taps:
       seen[i] = x
@@ -92,9 +101,16 @@ def blocks(layers, config: ModelConfig, x, position, mask, rows: Rows, pages: KV
       q, k, v = (dense(y, layer[name], bitwise) for name in "qkv")
       q, k = (_heads(a, layer.get(f"{name}_norm"), config, angles[sliding], bitwise)
               for a, name in ((q, "q"), (k, "k")))
-      keys[i] = cache.write(keys[i], *where, k)
-      values[i] = cache.write(values[i], *where, v)
-      y = _attend(q, keys[i], values[i], page_table, length, mask, rows, config, sliding)
+      k_pages, v_pages, k_scale, v_scale = (x[i] for x in layer_pages)
+      k_pages, k_scale = cache.write(k_pages, k_scale, *where, k)
+      v_pages, v_scale = cache.write(v_pages, v_scale, *where, v)
+      for x_pages, new in zip(layer_pages, (k_pages, v_pages, k_scale, v_scale), strict=True):
+        x_pages[i] = new
+      y = _unpacked(q, rows, config)
+      y = attend(y, k_pages, v_pages, page_table, length, ancestors, scale=config.scale,
+                 soft_cap=config.attn_soft_cap, window=config.window if sliding else None,
+                 is_chain=is_chain, k_scale=k_scale, v_scale=v_scale)
+      y = y.reshape(*y.shape[:2], -1)[rows.slot, rows.node]
       y = dense(y, layer["o"], bitwise)
       if config.post_norms:
         y = norm(y, layer["attn_post_norm"], config, bitwise)
@@ -104,7 +120,7 @@ def blocks(layers, config: ModelConfig, x, position, mask, rows: Rows, pages: KV
       if config.post_norms:
         y = norm(y, layer["mlp_post_norm"], config, bitwise)
       x = x + y
-  return x, seen, KVPages(tuple(keys), tuple(values))
+  return x, seen, KVPages(*(tuple(a for a in x if a is not None) for x in layer_pages))
 
 
 def logits(params: Params, config: ModelConfig, hidden: jax.Array, bitwise=False) -> jax.Array:
@@ -217,18 +233,10 @@ def _heads(x, p, config: ModelConfig, angles, bitwise):
   return y.reshape(x.shape)
 
 
-def _attend(q, k_pages, v_pages, page_table, length, mask, rows: Rows, config: ModelConfig,
-            sliding: bool):
-  """Unpacks query rows [R, H*h] to [B, N, H, h], attends, and packs the result again."""
-  b, n = mask.shape[:2]
-  q = q.reshape(-1, config.num_heads, config.head_dim)
+def _unpacked(q: jax.Array, rows: Rows, config: ModelConfig) -> jax.Array:
+  """Query rows [R, H*h] -> [B, N, H, h], 0 for nodes that have no row."""
   q = jnp.take(q, rows.of_node.reshape(-1), axis=0, mode="fill", fill_value=0)
-  out = paged_attention(
-      q.reshape(b, n, config.num_heads, config.head_dim), k_pages, v_pages, page_table, length,
-      mask, scale=config.scale, soft_cap=config.attn_soft_cap,
-      window=config.window if sliding else None)
-  out = out.reshape(b, n, config.num_heads * config.head_dim)
-  return out[rows.slot, rows.node]
+  return q.reshape(*rows.of_node.shape, config.num_heads, config.head_dim)
 
 
 def init_params(key: jax.Array, config: ModelConfig, dtype=jnp.float32) -> Params:

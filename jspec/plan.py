@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec import tree
+from jspec.attention import Attend
 from jspec.config import ModelConfig
+from jspec.pallas import reference
 from jspec.types import Committed, DraftTree, SpecState, Verdict
 
 # accepted, tested: what a new request's drafts are trusted with. Little, as looking on is free.
@@ -54,6 +56,7 @@ class StepConfig:
   cost: CostModel = CostModel()
   max_logprobs: int = 20
   bitwise: bool = False
+  attend: Attend = reference.paged_attention
 
 
 def default_widths(num_slots: int, num_nodes: int) -> tuple[tuple[int, int], ...]:

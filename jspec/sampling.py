@@ -9,6 +9,8 @@ on what was drafted.
 
 from __future__ import annotations
 
+import math
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -24,6 +26,7 @@ IN_PROMPT = 4
 TARGET, DRAFT, ACCEPT = 0, 1, 2
 
 BLOCK = 512  # of the two-level inverse CDF
+PARTS = 16  # no block crosses from one of them to the next: devices hold whole parts
 
 
 class NodeContext(flax.struct.PyTreeNode):
@@ -143,11 +146,12 @@ def choose(logits, s: SlotSampling, num_output, active, context: NodeContext, u)
   return jax.lax.cond(needs_scores(s, active), general, _argmax, logits)
 
 
-def probabilities(logits, s: SlotSampling, num_output, context: NodeContext) -> jax.Array:
-  """p, f32[R, V]: what `choose` draws from; one-hot for greedy rows."""
+def target_scores(logits, s: SlotSampling, num_output, context: NodeContext) -> jax.Array:
+  """f32[R, V], log p up to a constant: what `choose` draws from. One token for greedy rows."""
   x = truncated(penalised(logits, s, num_output, context), s, context.slot)
+  likeliest = jnp.arange(x.shape[-1]) == _argmax(x)[:, None]
   greedy = s.temperature[context.slot][:, None] == 0
-  return jnp.where(greedy, jax.nn.one_hot(_argmax(x), x.shape[-1]), jax.nn.softmax(x))
+  return jnp.where(greedy & ~likeliest, -jnp.inf, x)
 
 
 def inverse_cdf(weight: jax.Array, u: jax.Array) -> jax.Array:
@@ -157,7 +161,11 @@ def inverse_cdf(weight: jax.Array, u: jax.Array) -> jax.Array:
   per draw. An index of weight 0 is never returned.
   """
   r, v = weight.shape
-  weight = jnp.pad(weight, ((0, 0), (0, -v % BLOCK))).reshape(r, -1, BLOCK)
+  parts = math.gcd(v, PARTS)
+  part = v // parts
+  weight = jnp.pad(weight.reshape(r, parts, part), ((0, 0), (0, 0), (0, -part % BLOCK)))
+  per_part = weight.shape[2] // BLOCK
+  weight = weight.reshape(r, parts * per_part, BLOCK)
   upto = jnp.cumsum(weight.sum(-1), -1)  # [R, blocks]
   point = u * upto[:, -1]
   last = (upto < upto[:, -1:]).sum(-1)  # first block to reach the total
@@ -168,7 +176,7 @@ def inverse_cdf(weight: jax.Array, u: jax.Array) -> jax.Array:
   # Rounding can leave the point beyond the block's own sum: then its last possible index.
   final = BLOCK - 1 - jnp.argmax((inside > 0)[:, ::-1], -1)
   index = jnp.where(beyond.any(-1), jnp.argmax(beyond, -1), final)
-  return (block * BLOCK + index).astype(jnp.int32)
+  return (block // per_part * part + block % per_part * BLOCK + index).astype(jnp.int32)
 
 
 def _argmax(x: jax.Array) -> jax.Array:
@@ -179,9 +187,21 @@ def logprobs(logits: jax.Array, token: jax.Array, num_top: int):
   """Under the raw logits [R, V]: (log-probability, rank) of token[R] and the top tokens [R, X]."""
   normaliser = jax.nn.logsumexp(logits, -1)
   chosen = jnp.take_along_axis(logits, token[:, None], 1)
-  top, top_token = jax.lax.top_k(logits, num_top)
+  top, top_token = top_k(logits, num_top)
   rank = (logits > chosen).sum(-1, dtype=jnp.int32) + 1
   return chosen[:, 0] - normaliser, rank, top_token, top - normaliser[:, None]
+
+
+def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+  """lax.top_k over the last axis, part by part and then among the parts' best."""
+  parts = math.gcd(x.shape[-1], PARTS)
+  size = x.shape[-1] // parts
+  if k > size or parts == 1:
+    return jax.lax.top_k(x, k)
+  values, index = jax.lax.top_k(x.reshape(*x.shape[:-1], parts, size), k)
+  index = (index + size * jnp.arange(parts)[:, None]).reshape(*x.shape[:-1], -1)
+  values, best = jax.lax.top_k(values.reshape(index.shape), k)
+  return values, jnp.take_along_axis(index, best, -1)
 
 
 def record(s: SlotSampling, emitted: jax.Array, count: jax.Array) -> SlotSampling:

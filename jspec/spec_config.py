@@ -28,7 +28,8 @@ _NAME_HINTS = (("eagle3", "eagle3"), ("eagle-", "eagle"), ("dflash", "dflash"),
 
 _KEYS = ("method", "model", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min",
          "prompt_lookup_latest", "draft_sample_method", "rejection_sample_method", "tree_widths",
-         "num_speculative_tokens_per_batch_size", "disable_by_batch_size")
+         "num_speculative_tokens_per_batch_size", "disable_by_batch_size",
+         "draft_tensor_parallel_size")
 
 # Older spellings -> today's.
 _OLDER = {
@@ -65,7 +66,6 @@ _NO_EFFECT = {
 # Keys of things jspec does not have -> the values that ask for nothing (None always does).
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
   "enforce_eager": (False,),
-  "draft_tensor_parallel_size": (1,),
   "tensor_parallel_size": (),
   "quantization": (),
   "moe_backend": (),
@@ -125,6 +125,7 @@ class SpeculativeConfig:
   draft_sample_method: str = "greedy"  # "probabilistic": sample drafts, keep their distribution
   tree_widths: tuple[int, ...] | None = None  # children per node at each depth; None: a chain
   schedule: tuple[tuple[int, int, int], ...] = ()  # (first, last batch size, draft tokens)
+  draft_tensor_parallel_size: int = 1  # devices that share the draft model; 1: each has all of it
 
   def __post_init__(self):
     if self.method not in METHODS:
@@ -144,9 +145,12 @@ class SpeculativeConfig:
     if self.method == "draft_model":
       if not isinstance(self.model, str) or not self.model:
         raise ValueError(f"method 'draft_model' needs a model, got {self.model!r}")
-    elif self.model is not None or self.tree_widths or self.draft_sample_method != "greedy":
-      raise ValueError("model, tree_widths and draft_sample_method 'probabilistic' belong to "
-                       f"method 'draft_model', got method {self.method!r}")
+    elif (self.model is not None or self.tree_widths or self.draft_sample_method != "greedy"
+          or self.draft_tensor_parallel_size != 1):
+      raise ValueError("model, tree_widths, draft_sample_method 'probabilistic' and "
+                       "draft_tensor_parallel_size belong to method 'draft_model', "
+                       f"got method {self.method!r}")
+    _check_int("draft_tensor_parallel_size", self.draft_tensor_parallel_size, 1)
     if self.tree_widths is not None:
       _check_tree(self.tree_widths, self.num_speculative_tokens)
     _check_schedule(self.schedule)
@@ -200,7 +204,8 @@ def parse_speculative(config: Mapping[str, Any] | None = None,
     num_speculative_tokens=tokens, prompt_lookup_max=lookup_max, prompt_lookup_min=lookup_min,
     prompt_lookup_latest=keys.get("prompt_lookup_latest", False),
     draft_sample_method=_draft_sampling(keys), tree_widths=None if tree is None else tuple(tree),
-    schedule=_schedule(keys, tokens))
+    schedule=_schedule(keys, tokens),
+    draft_tensor_parallel_size=keys.get("draft_tensor_parallel_size", 1))
 
 
 def _merged(config: Mapping[str, Any] | None, older: Mapping[str, Any] | None) -> dict[str, Any]:

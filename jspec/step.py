@@ -98,7 +98,7 @@ def make_prefill(config: StepConfig, drafter: Drafter, num_tokens: int) -> Calla
     rows = tree.pack(jnp.arange(num_tokens)[None] < count, num_tokens)
     hidden, feature, pages = model.forward(
         params["target"], c, token[None, :-1], mask, rows, state.pages, slots.page_table,
-        slots.length, feature_layers=drafter.feature_layers)
+        slots.length, attend=config.attend, is_chain=True, feature_layers=drafter.feature_layers)
     state = state.replace(pages=pages)
     end = jnp.take_along_axis(hidden, (count - 1)[None, None], axis=0)
     state, first = run_if(
@@ -147,8 +147,8 @@ def _propose(params, state: SpecState, drafter: Drafter):
   """The drafter's tree and state; nothing is run where no slot may draft."""
   slots = _all_slots(state)
   # A slot that runs nothing owns no pages: what is scribbled for it must not reach a tenant's.
-  nowhere = jnp.iinfo(jnp.int32).max
-  slots = slots.replace(page_table=jnp.where(state.active[:, None], slots.page_table, nowhere))
+  slots = slots.replace(
+      page_table=jnp.where(state.active[:, None], slots.page_table, cache.NOWHERE))
   run = lambda: drafter.propose(params["draft"], state.draft, state.root, slots)
   shape = jax.eval_shape(run)[0]
   nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape)
@@ -180,7 +180,8 @@ def _advance(params, proposal: DraftTree, draft: DraftTree, keep, num_rows: int,
   with jax.named_scope("forward"):
     hidden, feature, pages = model.forward(
         params["target"], config.model, draft.token, mask, rows, state.pages, state.page_table,
-        state.length, bitwise=config.bitwise, feature_layers=drafter.feature_layers)
+        state.length, attend=config.attend, is_chain=drafter.is_chain, bitwise=config.bitwise,
+        feature_layers=drafter.feature_layers)
     logits = model.logits(params["target"], config.model, hidden, config.bitwise)
   with jax.named_scope("verify"):
     verdict = _judge(logits, draft, mask, rows, state, drafter)
@@ -197,15 +198,15 @@ def _advance(params, proposal: DraftTree, draft: DraftTree, keep, num_rows: int,
 
 
 def _judge(logits, draft: DraftTree, mask, rows, state: SpecState, drafter: Drafter) -> Verdict:
-  b, n = draft.token.shape
+  n = draft.token.shape[1]
   context = sampling.node_context(draft, rows, mask)
-  unpack = lambda x: jnp.take(x, rows.of_node, axis=0, mode="fill", fill_value=0)
   if not drafter.sampled:
     position = state.length[rows.slot] + context.depth + 1
     u = sampling.uniforms(state.key[rows.slot], position, sampling.TARGET)
     choice = sampling.choose(logits, state.sampling, state.num_output, state.active, context, u)
-    return verify_point_mass(draft, unpack(choice), mask)
-  p = sampling.probabilities(logits, state.sampling, state.num_output, context)
+    choice = jnp.take(choice, rows.of_node, mode="fill", fill_value=0)
+    return verify_point_mass(draft, choice, mask)
+  scores = sampling.target_scores(logits, state.sampling, state.num_output, context)
   ahead = state.length[:, None] + jnp.arange(1, n + 1)
   position = state.length[:, None] + mask.sum(-1) - 1
   draw = lambda key, at: jax.vmap(jax.random.uniform)(sampling.fold_keys(
@@ -216,7 +217,7 @@ def _judge(logits, draft: DraftTree, mask, rows, state: SpecState, drafter: Draf
   # Siblings share a position: the node number sets their coins apart.
   u_accept = jax.vmap(jax.vmap(lambda key, i: jax.random.uniform(jax.random.fold_in(key, i))),
                       (0, None))(accept_keys, jnp.arange(n))
-  return verify(draft, unpack(p), u_accept, u_bonus)
+  return verify(draft, scores, rows.of_node, u_accept, u_bonus)
 
 
 def _cut(draft: DraftTree, verdict: Verdict, feature, rows, state: SpecState):

@@ -75,6 +75,14 @@ def pack(keep: jax.Array, num_rows: int) -> Rows:
   return Rows(source // n, source % n, valid, row.reshape(b, n).astype(jnp.int32))
 
 
+def rows_of_all(keep: jax.Array) -> Rows:
+  """Every node bool[B, N] a row, R = B * N, those not kept invalid."""
+  b, n = keep.shape
+  row = jnp.arange(b * n).reshape(b, n)
+  return Rows(row.reshape(-1) // n, row.reshape(-1) % n, keep.reshape(-1),
+              jnp.where(keep, row, b * n))
+
+
 def along_path(x: jax.Array, path: jax.Array) -> jax.Array:
   """x[B, N, ...] at the nodes path[B, D + 1]."""
   return jnp.take_along_axis(x, path.reshape(*path.shape, *(1,) * (x.ndim - 2)), axis=1)

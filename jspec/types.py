@@ -20,6 +20,9 @@ class KVPages(flax.struct.PyTreeNode):
 
   k: tuple[jax.Array, ...]  # L of [P, S, K*h]
   v: tuple[jax.Array, ...]  # L of [P, S, K*h]
+  # Of 8-bit pages, which hold value / scale; () else.
+  k_scale: tuple[jax.Array, ...] = ()  # L of f32[P, K, S]
+  v_scale: tuple[jax.Array, ...] = ()  # L of f32[P, K, S]
 
 
 class DraftTree(flax.struct.PyTreeNode):

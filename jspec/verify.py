@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jspec import sampling
+from jspec.control import run_if
 from jspec.types import NO_PARENT, DraftTree, Verdict
 
 
@@ -49,35 +50,56 @@ def _repeats(draft: DraftTree) -> jax.Array:
   return jnp.tril(same, -1).any(-1)
 
 
-def verify(draft: DraftTree, p_probs: jax.Array, u_accept: jax.Array,
+def verify(draft: DraftTree, scores: jax.Array, of_node: jax.Array, u_accept: jax.Array,
            u_bonus: jax.Array) -> Verdict:
   """The rule with sampled drafts (draft.q_probs given), or without.
 
+  Works from log-space: of p only single entries are looked at, until a refusal needs all of one
+  row. At most one distribution per slot exists at a time, never [B, N, V] of them.
+
   Args:
-    p_probs: [B, N, V], the target's distribution after each node.
+    scores: f32[R, V], the target's distribution at each row, as logarithms up to a constant.
+    of_node: i32[B, N], the row of each node; out of range for nodes that are not in use.
     u_accept: [B, N] uniforms in [0, 1), one per node and independent.
     u_bonus: [B, D + 1] uniforms, by the number of accepted tokens; D is N - 1.
   """
-  return jax.vmap(_verify_slot)(draft, p_probs, u_accept, u_bonus)
+  b, num_nodes = draft.token.shape
+  slot = jnp.arange(b)
+  normaliser = jax.nn.logsumexp(scores, -1)
+  row_of = lambda node: jnp.minimum(of_node[slot, node], scores.shape[0] - 1)
 
-
-def _verify_slot(draft, p_probs, u_accept, u_bonus):
-  num_nodes, vocab = p_probs.shape
+  def p_after(node):
+    row = row_of(node)
+    return jnp.exp(scores[row] - normaliser[row][:, None])
 
   def visit(carry, i):
-    current, p, path, depth = carry
-    x = draft.token[i]
-    q = jax.nn.one_hot(x, vocab, dtype=p.dtype) if draft.q_probs is None else draft.q_probs[i]
-    tried = draft.parent[i] == current
-    accepted = tried & (u_accept[i] * q[x] < p[x])
-    p = jnp.where(accepted, p_probs[i], jnp.where(tried, residual(p, q), p))
-    depth = depth + accepted
-    path = path.at[jnp.where(accepted, depth, num_nodes)].set(i, mode="drop")
-    return (jnp.where(accepted, i, current), p, path, depth), None
+    current, refused, rest, path, depth = carry  # rest: f32[B, V], p after a refusal at `current`
+    x = draft.token[:, i]
+    q = jax.nn.one_hot(x, scores.shape[1], dtype=scores.dtype) if draft.q_probs is None else (
+        draft.q_probs[:, i])
+    row = row_of(current)
+    p_x = jnp.where(refused, rest[slot, x], jnp.exp(scores[row, x] - normaliser[row]))
+    tried = draft.parent[:, i] == current
+    accepted = tried & (u_accept[:, i] * q[slot, x] < p_x)
+    refuses = tried & ~accepted
 
-  start = (jnp.int32(0), p_probs[0], jnp.zeros(num_nodes, jnp.int32), jnp.int32(0))
-  (_, p, path, depth), _ = jax.lax.scan(visit, start, jnp.arange(1, num_nodes, dtype=jnp.int32))
-  return Verdict(path, depth, sampling.inverse_cdf(p[None], u_bonus[depth][None])[0])
+    def refuse(rest):
+      p = jnp.where(refused[:, None], rest, p_after(current))
+      return jnp.where(refuses[:, None], residual(p, q), rest)
+
+    rest = run_if(refuses.any(), refuse, rest)
+    depth = depth + accepted
+    path = path.at[slot, jnp.where(accepted, depth, num_nodes)].set(i, mode="drop")
+    return (jnp.where(accepted, i, current), (refused | refuses) & ~accepted, rest, path,
+            depth), None
+
+  zero = jnp.zeros(b, jnp.int32)
+  start = (zero, zero > 0, jnp.zeros((b, scores.shape[1]), scores.dtype),
+           jnp.zeros((b, num_nodes), jnp.int32), zero)
+  (current, refused, rest, path, depth), _ = jax.lax.scan(
+      visit, start, jnp.arange(1, num_nodes, dtype=jnp.int32))
+  p = jnp.where(refused[:, None], rest, p_after(current))
+  return Verdict(path, depth, sampling.inverse_cdf(p, u_bonus[slot, depth]))
 
 
 def residual(p: jax.Array, q: jax.Array) -> jax.Array:

@@ -23,6 +23,9 @@ from jspec.config import DTYPES, ModelConfig
 
 Path = tuple[str | int, ...]  # ("layers", 3, "q", "w")
 Params = dict[str, Any]
+Place = Callable[[Path, Any], jax.Array]  # puts a parameter on the device or devices that need it
+# A checkpoint's config -> the model as the devices hold it, and how to put its parameters there.
+Placer = Callable[[ModelConfig], tuple[ModelConfig, Place]]
 
 _SAFETENSORS_DTYPES = {"F64": np.dtype(np.float64), "F32": np.dtype(np.float32),
                        "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
@@ -141,17 +144,19 @@ def hf_norm_offset(config: ModelConfig, path: Path) -> float:
 
 
 def load_params(source: str | pathlib.Path | Iterable[str | pathlib.Path], config: ModelConfig,
-                dtype: str = "float32", progress: bool | None = None) -> Params:
+                dtype: str = "float32", progress: bool | None = None,
+                place: Place | None = None) -> Params:
   """The parameter tree from safetensors: a folder, a file, or the list of shards.
 
   Args:
     progress: show a progress bar on stderr; None means only on a terminal.
+    place: where each parameter goes; the default device if None.
   """
-  return build_params(safetensors_source(source, config), config, dtype, progress)
+  return build_params(safetensors_source(source, config), config, dtype, progress, place)
 
 
 def build_params(source: TensorSource, config: ModelConfig, dtype: str = "float32",
-                 progress: bool | None = None) -> Params:
+                 progress: bool | None = None, place: Place | None = None) -> Params:
   """Checks every tensor against the config, then reads them one by one."""
   if dtype not in DTYPES:
     raise ValueError(f"{dtype=} is not one of {', '.join(DTYPES)}")
@@ -165,14 +170,20 @@ def build_params(source: TensorSource, config: ModelConfig, dtype: str = "float3
     if path[-1] == "w":
       array = array.T
     is_norm = len(path) > 1 and str(path[-2]).endswith("norm")
-    _insert(params, path, _to_device(array, "float32" if is_norm else dtype))
+    # Always a copy of our own: JAX must not alias a mapped file that may change under it.
+    array = np.array(array, dtype=_numpy_dtype("float32" if is_norm else dtype), order="C")
+    _insert(params, path, (place or on_device)(path, array))
   return params
 
 
-def _to_device(array: np.ndarray, dtype: str) -> jax.Array:
-  target = np.dtype(ml_dtypes.bfloat16) if dtype == "bfloat16" else np.dtype(dtype)
-  # Always a copy of our own: JAX must not alias a mapped file that may change under it.
-  return jnp.array(np.array(array, dtype=target, order="C"), copy=False)
+def _numpy_dtype(dtype: str) -> np.dtype:
+  return np.dtype(ml_dtypes.bfloat16) if dtype == "bfloat16" else np.dtype(dtype)
+
+
+def on_device(path: Path, array: Any) -> jax.Array:
+  """A parameter on the default device."""
+  del path  # unused: all go to the same place
+  return jnp.array(array, copy=False)
 
 
 def _insert(params: Params, path: Path, leaf: jax.Array) -> None:

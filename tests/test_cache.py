@@ -33,7 +33,7 @@ def test_writes_land_at_length_plus_node_and_nowhere_else(length):
   old = jax.random.normal(jax.random.key(0), (NUM_PAGES, SIZE, WIDTH))
   x = jax.random.normal(jax.random.key(1), (7, WIDTH))
   where = cache.locate_rows(rows, jnp.array(TABLE), jnp.array(length), SIZE)
-  new = cache.write(old, *where, x)
+  new = cache.write(old, None, *where, x)[0]
   expected, row = dense(old).copy(), 0
   for slot, node in np.argwhere(keep):
     if length[slot] + node < expected.shape[1]:  # what does not fit is dropped

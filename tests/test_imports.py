@@ -17,13 +17,15 @@ ALLOWED = {  # module: the jspec modules it may import
   "config": set(),
   "tree": CORE,
   "sampling": CORE | {"tree"},
-  "verify": CORE | {"tree", "sampling"},
+  "verify": CORE | {"tree", "sampling", "control"},
   "control": set(),
-  "plan": CORE | {"tree"},
+  "plan": CORE | {"tree", "attention", "pallas.reference"},
   "step_output": CORE | {"tree", "sampling", "control", "drafters.base"},
   "cache": CORE,
-  "attention": {"pallas.reference", "pallas.paged_attention_tpu", "pallas.paged_attention_gpu"},
-  "model": CORE | {"attention", "cache", "pallas.reference"},
+  "attention": set(),  # kernels by name, when they are needed
+  "model": CORE | {"attention", "cache", "pallas.reference", "pallas.tree_bits", "pallas"},
+  "sharding": CORE | {"weights"},
+  "placement": CORE | {"attention", "cache", "sharding", "weights"},
   "step": CORE | {"model", "verify", "cache", "sampling", "tree", "control", "plan", "step_output",
                   "drafters.base"},
   "pages": CORE,
@@ -31,9 +33,11 @@ ALLOWED = {  # module: the jspec modules it may import
   "spec_config": CORE,
   "outputs": CORE,
 }
-DRAFTER = CORE | {"model", "tree", "sampling", "cache", "control", "spec_config", "drafters.base"}
+DRAFTER = CORE | {"model", "tree", "sampling", "cache", "control", "spec_config", "drafters.base",
+                  "attention", "pallas.reference"}
 THIRD_PARTY = {  # module: what it may import from outside jspec and the standard library
-  "types": {"jax", "flax"}, "config": set(), "attention": set(), "tree": {"jax"},
+  "types": {"jax", "flax"}, "config": set(), "attention": {"jax"}, "tree": {"jax"},
+  "sharding": {"jax", "numpy"}, "placement": {"jax"},
   "sampling": {"jax", "flax"}, "verify": {"jax"}, "cache": {"jax"}, "model": {"jax", "numpy"},
   "step": {"jax"}, "control": {"jax"}, "plan": {"jax", "numpy"}, "step_output": {"jax"},
   "pages": {"numpy"}, "scheduler": {"numpy"}, "outputs": set(), "sampling_params": set(),

@@ -178,21 +178,26 @@ def test_committed_kv_is_that_of_a_fresh_prefill(name):
 
 def accept_without_q(honest):
   """Coins are compared with p alone, the residual still subtracts q."""
-  def verify(draft, p, u_accept, u_bonus):
+  def verify(draft, scores, of_node, u_accept, u_bonus):
     x = jnp.take_along_axis(draft.q_probs, draft.token[..., None], -1)[..., 0]
-    return honest(draft, p, u_accept / jnp.maximum(x, 1e-9), u_bonus)
+    return honest(draft, scores, of_node, u_accept / jnp.maximum(x, 1e-9), u_bonus)
   return verify
 
 
 def neighbours_p(honest):
-  return lambda draft, p, *rest: honest(draft, jnp.roll(p, 1, axis=1), *rest)
+  return lambda draft, scores, of_node, *rest: honest(
+      draft, scores, jnp.roll(of_node, 1, axis=1), *rest)
+
+
+def neighbours_choice(honest):
+  return lambda draft, choice, mask: honest(draft, jnp.roll(choice, 1, axis=1), mask)
 
 
 MUTANTS = {
     "no residual": ("draft_model_sampled", rule, "residual", lambda honest: lambda p, q: p),
     "q ignored by the coins": ("draft_model_sampled", step, "verify", accept_without_q),
     "p of the neighbour": ("draft_model_sampled", step, "verify", neighbours_p),
-    "choice of the neighbour": ("draft_model_self_tree", step, "verify_point_mass", neighbours_p),
+    "choice of the neighbour": ("draft_model_self_tree", step, "verify_point_mass", neighbours_choice),
     "draft and coin share a key": ("draft_model_sampled", sampling, "ACCEPT",
                                    lambda honest: sampling.DRAFT),
 }

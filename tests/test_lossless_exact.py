@@ -114,7 +114,8 @@ def emitted_law(parents, p_laws, q_law, point_mass=False):
                     None if point_mass else jnp.array(qs))
   judge = compiled(rule.verify, rule.residual)
   run = lambda u, bonus: jax.tree.map(
-      np.array, judge(draft, jnp.array(p), u, np.repeat(bonus[:, None], n, 1)))
+      np.array, judge(draft, jnp.log(p).reshape(-1, V), np.arange(size * n).reshape(size, n), u,
+                      np.repeat(bonus[:, None], n, 1)))
   law = {}
 
   def accepted(u, i):
@@ -262,9 +263,9 @@ def misstated_q(draft):
 
 
 @pytest.mark.parametrize("mutant", [
-    lambda draft, p, u, bonus: (misstated_q(draft), p, u, bonus),
-    lambda draft, p, u, bonus: (draft, jnp.roll(p, 1, axis=1), u, bonus),
-    lambda draft, p, u, bonus: (draft, p, jnp.roll(u, 1, axis=1) * 0 + u[:, -1:], bonus),
+    lambda draft, p, node, u, bonus: (misstated_q(draft), p, node, u, bonus),
+    lambda draft, p, node, u, bonus: (draft, p, jnp.roll(node, 1, axis=1), u, bonus),
+    lambda draft, p, node, u, bonus: (draft, p, node, jnp.zeros_like(u) + u[:, -1:], bonus),
 ], ids=["q of another temperature", "p of the neighbour", "one coin for all nodes"])
 def test_wrong_arguments_are_noticed(monkeypatch, mutant):
   honest = rule.verify

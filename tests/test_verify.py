@@ -54,7 +54,8 @@ def test_a_slot_with_only_its_root_emits_its_choice():
 def rejection(parents, tokens, p, q, u, u_bonus=0.5):
   n = len(parents)
   draft = DraftTree(jnp.array([tokens]), jnp.array([parents]), q if q is None else jnp.array([q]))
-  verdict = verify.verify(draft, jnp.array([p]), jnp.array([u]), jnp.full((1, n), u_bonus))
+  verdict = verify.verify(draft, jnp.log(jnp.array(p)), jnp.arange(n)[None], jnp.array([u]),
+                          jnp.full((1, n), u_bonus))
   m = int(verdict.num_accepted[0])
   return verdict.path[0, :m + 1].tolist(), int(verdict.bonus[0])
 

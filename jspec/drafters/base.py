@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from jspec.attention import Attend
 from jspec.config import ModelConfig
 from jspec.spec_config import SpeculativeConfig
 from jspec.types import NO_PARENT, Committed, DraftTree, Slots
@@ -55,8 +56,9 @@ class DrafterSetup:
   target: ModelConfig
   max_model_len: int
   page_size: int
-  dtype: Any
+  kv_dtype: Any  # of KV pages, see cache.stored_dtype
   bitwise: bool
+  attend: Attend  # for models of the drafter's own
   load_draft: Callable[[str | None], tuple[ModelConfig, Any]]  # model name -> same-vocabulary draft
 
 

@@ -15,9 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec import cache, model, sampling, tree
+from jspec.attention import Attend
 from jspec.config import ModelConfig
 from jspec.control import run_if
 from jspec.drafters.base import Drafter, DrafterSetup
+from jspec.pallas import reference
 from jspec.types import NO_PARENT, DraftTree, KVPages, Rows
 
 
@@ -33,8 +35,9 @@ class DraftModelState(flax.struct.PyTreeNode):
 
 
 def draft_model(config: ModelConfig, widths: tuple[int, ...], page_size: int, dtype,
-                sampled: bool, bitwise: bool = False) -> Drafter:
-  """widths[d] children per node at depth d; all ones is a chain."""
+                sampled: bool, bitwise: bool = False,
+                attend: Attend = reference.paged_attention) -> Drafter:
+  """widths[d] children per node at depth d; all ones is a chain. dtype: of the KV pages."""
   parents = tree.from_widths(widths)
   depth = np.array(tree.depths(parents))
   num_nodes = len(parents)
@@ -48,8 +51,10 @@ def draft_model(config: ModelConfig, widths: tuple[int, ...], page_size: int, dt
                            scribble_at=zeros() + NO_PARENT, behind=zeros(), last=zeros())
 
   def run(params, token, mask, rows, pages, slots, length):
+    # All but a tree's own levels are chains.
+    is_chain = token.shape[1] != num_nodes or num_nodes == len(widths) + 1
     return model.forward(params, config, token, mask, rows, pages, slots.page_table, length,
-                         bitwise=bitwise)
+                         attend=attend, is_chain=is_chain, bitwise=bitwise)
 
   def run_root(params, state, root, slots):
     """Logits after the root, computing a token left behind in the same pass."""
@@ -57,10 +62,8 @@ def draft_model(config: ModelConfig, widths: tuple[int, ...], page_size: int, dt
     behind = state.behind[slots.index]
     token = jnp.stack([jnp.where(behind, state.last[slots.index], root), root], 1)
     keep = jnp.stack([jnp.ones(b, bool), behind > 0], 1)
-    rows = Rows(jnp.repeat(jnp.arange(b), 2), jnp.tile(jnp.arange(2), b), keep.reshape(-1),
-                jnp.arange(2 * b).reshape(b, 2))
-    hidden, _, pages = run(params, token, tree.chain_mask(b, 2), rows, state.pages, slots,
-                           slots.length - behind)
+    hidden, _, pages = run(params, token, tree.chain_mask(b, 2), tree.rows_of_all(keep),
+                           state.pages, slots, slots.length - behind)
     hidden = jnp.take_along_axis(hidden.reshape(b, 2, -1), behind[:, None, None], 1)[:, 0]
     return model.logits(params, config, hidden, bitwise), pages
 
@@ -80,7 +83,7 @@ def draft_model(config: ModelConfig, widths: tuple[int, ...], page_size: int, dt
   def children(logits, width, level, slots):
     """`width` tokens [B, nodes, width] after each node, and q [B, nodes, V] if sampled."""
     if not sampled:
-      return jax.lax.top_k(logits, width)[1], None
+      return sampling.top_k(logits, width)[1], None
     t = slots.temperature[:, None, None]
     q = jnp.where(t > 0, jax.nn.softmax(logits / jnp.where(t > 0, t, 1)),
                   jax.nn.one_hot(logits.argmax(-1), logits.shape[-1]))
@@ -127,9 +130,7 @@ def draft_model(config: ModelConfig, widths: tuple[int, ...], page_size: int, dt
       token = jnp.concatenate([state.last[slots.index][:, None], committed.token], 1)
       token = jnp.where(late[:, None], token, jnp.roll(token, -1, 1))
       num = jnp.where(missing > 0, count + late, 0)
-      rows = Rows(jnp.repeat(jnp.arange(b), t + 1), jnp.tile(jnp.arange(t + 1), b),
-                  (jnp.arange(t + 1) < num[:, None]).reshape(-1),
-                  jnp.arange(b * (t + 1)).reshape(b, t + 1))
+      rows = tree.rows_of_all(jnp.arange(t + 1) < num[:, None])
       return run(params, token, tree.chain_mask(b, t + 1), rows, pages, slots,
                  slots.length - late)[2]
 
@@ -150,6 +151,6 @@ def build(setup: DrafterSetup):
   spec = setup.spec
   config, params = setup.load_draft(spec.model)
   widths = spec.tree_widths or (1,) * spec.num_speculative_tokens
-  drafter = draft_model(config, widths, setup.page_size, setup.dtype,
-                        spec.draft_sample_method == "probabilistic", setup.bitwise)
+  drafter = draft_model(config, widths, setup.page_size, setup.kv_dtype,
+                        spec.draft_sample_method == "probabilistic", setup.bitwise, setup.attend)
   return drafter, params

@@ -1,0 +1,112 @@
+"""How an engine's models are computed, and where: platform, mesh, attention, page dtype."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jspec import attention, cache, sharding
+from jspec.attention import Attend
+from jspec.config import EngineConfig, ModelConfig
+from jspec.types import SpecState
+from jspec.weights import Place, on_device
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+  """Made by `place`."""
+
+  mesh: Mesh | None  # one axis "tp"; None on a single device
+  draft_tp: int  # devices that share a draft model: 1 (each has all of it) or all of "tp"
+  attend: Attend
+  draft_attend: Attend
+  kv_dtype: jnp.dtype  # of all KV pages
+
+  @property
+  def everywhere(self) -> NamedSharding | None:
+    return None if self.mesh is None else NamedSharding(self.mesh, P())
+
+  def shardings(self, state: SpecState) -> Any:
+    """Of a SpecState (of arrays or their shapes)."""
+    return None if self.mesh is None else sharding.state_shardings(self.mesh, state, self.draft_tp)
+
+  def target(self, config: ModelConfig) -> tuple[ModelConfig, Place]:
+    """The target as it is held, and how to put its parameters on the devices."""
+    return self._held(config, 1 if self.mesh is None else self.mesh.shape["tp"], "the model")
+
+  def draft(self, config: ModelConfig) -> tuple[ModelConfig, Place]:
+    """The same for a draft model."""
+    return self._held(config, self.draft_tp, "the draft model")
+
+  def _held(self, config: ModelConfig, tp: int, role: str) -> tuple[ModelConfig, Place]:
+    held = sharding.split_config(config, tp, role)
+    return held, on_device if self.mesh is None else sharding.placer(self.mesh, config, tp)
+
+
+def place(config: EngineConfig, platform: str, draft_tp: int = 1, interpret: object = False,
+          devices: Sequence[jax.Device] | None = None) -> list[Placement]:
+  """One for each data-parallel engine, on the first devices (of all processes).
+
+  Raises ValueError where the devices or the attention backend cannot do what config asks for.
+  """
+  tp = config.tensor_parallel_size
+  if draft_tp not in (1, tp):
+    raise ValueError(f"draft_tensor_parallel_size={draft_tp} must be 1 or "
+                     f"tensor_parallel_size={tp}")
+  backend = config.attention_backend
+  if config.numerics == "bitwise":
+    if backend not in ("auto", "reference"):
+      raise ValueError(f"numerics='bitwise' needs attention_backend 'reference', not {backend!r}: "
+                       "kernels round differently for different numbers of draft tokens")
+    if tp > 1:
+      raise ValueError(f"numerics='bitwise' is for tensor_parallel_size=1, not {tp}")
+    backend = "reference"
+  needed = tp * config.data_parallel_size
+  devices = jax.devices() if devices is None else devices
+  if needed > len(devices):
+    raise ValueError(f"tensor_parallel_size={tp} times data_parallel_size="
+                     f"{config.data_parallel_size} needs {needed} devices, there are "
+                     f"{len(devices)}")
+  if config.data_parallel_size > 1 and jax.process_count() > 1:
+    raise ValueError(f"data_parallel_size={config.data_parallel_size} is for a single process: "
+                     f"with {jax.process_count()} processes start an engine for each group of them")
+  kv_dtype = cache.stored_dtype(config.kv_cache_dtype, config.dtype, platform)
+
+  def on(devices: Sequence[jax.Device]) -> Placement:
+    alone = needed == 1 and jax.process_count() == 1
+    mesh = None if alone else sharding.make_mesh(devices)
+    choose = lambda split: attention.choose(platform, backend, interpret=interpret, mesh=mesh,
+                                            split_heads=split)
+    return Placement(mesh, draft_tp, choose(True), choose(draft_tp > 1), kv_dtype)
+
+  return [on(devices[i:i + tp]) for i in range(0, needed, tp)]
+
+
+def check_attention(attend: Attend, model: ModelConfig, config: EngineConfig, kv_dtype,
+                    num_nodes: int) -> None:
+  """ValueError, before anything is compiled, where no attention can do the model's shapes.
+
+  model: as sharding.split_config gives it.
+  """
+  b = config.max_num_seqs
+  shape = jax.ShapeDtypeStruct
+  pages = shape((config.num_pages, config.page_size, model.num_kv_heads * model.head_dim), kv_dtype)
+  scale = shape((config.num_pages, model.num_kv_heads, config.page_size),
+                jnp.float32) if cache.is_scaled(kv_dtype) else None
+  def run(q, pages, table, length, ancestors, scale):
+    return attend(q, pages, pages, table, length, ancestors, scale=model.scale,
+                  soft_cap=model.attn_soft_cap, window=model.window, k_scale=scale, v_scale=scale)
+  try:
+    jax.eval_shape(
+        run, shape((b, num_nodes, model.num_heads, model.head_dim), jnp.dtype(config.dtype)), pages,
+        shape((b, config.pages_per_slot(num_nodes)), jnp.int32), shape((b,), jnp.int32),
+        shape((b, num_nodes, -(-num_nodes // 32)), jnp.uint32), scale)
+  except NotImplementedError as error:
+    raise ValueError(f"attention_backend={config.attention_backend!r} cannot run this model: "
+                     f"{error}") from None

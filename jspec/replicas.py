@@ -1,0 +1,38 @@
+"""Data parallelism: engines with the same weights on different devices, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jspec.engine import MAX_STEPS, Engine
+from jspec.request import Request
+
+
+class Replicas:
+  """Several engines as one: each request goes to the one with the fewest."""
+
+  def __init__(self, engines: Sequence[Engine]):
+    self.engines = tuple(engines)
+    self.drafter = engines[0].drafter  # alike in all of them, but for the devices
+    self._home: dict[Request, Engine] = {}
+
+  @property
+  def busy(self) -> bool:
+    return any(e.busy for e in self.engines)
+
+  def add(self, request: Request) -> None:
+    engine = min(self.engines, key=lambda e: e.num_requests)
+    engine.add(request)
+    self._home[request] = engine
+
+  def abort(self, request: Request) -> None:
+    self._home.pop(request).abort(request)
+
+  def step(self, num_steps: int = MAX_STEPS, batch: bool = False) -> list[Request]:
+    """Engine.step of all of them: their devices work at the same time."""
+    started = [e.start_step(num_steps, batch) for e in self.engines if e.busy]
+    changed = [request for finish in started for request in finish()]
+    for request in changed:
+      if request.finished:
+        self._home.pop(request, None)
+    return changed
