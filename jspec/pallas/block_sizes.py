@@ -65,8 +65,8 @@ def triton(num_rows: int, head_dim: int, itemsize: int, kv_bytes: int, num_heads
            max_columns: int) -> Triton:
   """From a model: two programs on each of 132 multiprocessors, none with less than 256 columns.
 
-  The rest is what compiled without spilling registers for sm_80, sm_89 and sm_90, at two programs
-  to a multiprocessor's registers. float32 products run outside the tensor cores, over more warps.
+  The rest is what compiles for sm_90 without spilling registers, and with at most 16 bytes of a
+  stack for sm_80 and sm_89. float32 products run outside the tensor cores, over more warps.
 
   Args:
     num_rows: queries of all nodes that share a kv head. itemsize: of a query's number, kv_bytes:
