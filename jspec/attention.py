@@ -11,6 +11,8 @@ import jax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jspec.config import ATTENTION_BACKENDS
+
 Attend = Callable[..., jax.Array]  # reference.paged_attention's signature
 
 MODULES = {  # name -> module of jspec.pallas with a `paged_attention`
@@ -24,7 +26,6 @@ PREFERENCE = {  # platform -> the implementations that run on it, best first
   "gpu": ("mosaic_gpu", "triton", "reference"),
   "tpu": ("tpu", "reference"),
 }
-BACKENDS = ("auto", *MODULES)
 
 
 def choose(platform: str, backend: str = "auto", *, interpret: object = False,
@@ -40,8 +41,8 @@ def choose(platform: str, backend: str = "auto", *, interpret: object = False,
     mesh: heads, and the pages' kv heads, are split over its axis "tp", unless split_heads is
       False: then every device attends with all of them.
   """
-  if backend not in BACKENDS:
-    raise ValueError(f"attention_backend {backend!r} is not one of {BACKENDS}")
+  if backend not in ATTENTION_BACKENDS:
+    raise ValueError(f"attention_backend {backend!r} is not one of {ATTENTION_BACKENDS}")
   if backend == "auto":
     names = PREFERENCE[platform]
   elif backend in PREFERENCE[platform] or interpret:

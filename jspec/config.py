@@ -9,6 +9,7 @@ import math
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 DTYPES = ("float32", "bfloat16")
 NUMERICS = ("fast", "bitwise")
+ATTENTION_BACKENDS = ("auto", "reference", "tpu", "mosaic_gpu", "triton")  # see attention.py
 KV_DTYPES = {  # kv_cache_dtype, in vLLM's spelling -> array dtype; "auto" is the model's
   "auto": None,
   "int8": "int8",
@@ -107,7 +108,7 @@ class EngineConfig:
   num_pages: int = 0  # of the pool, for all slots; 0: enough for every slot at max_model_len
   tensor_parallel_size: int = 1  # devices that share the weights and the KV heads
   data_parallel_size: int = 1  # groups of devices that share the slots and the pages
-  attention_backend: str = "auto"  # see attention.BACKENDS
+  attention_backend: str = "auto"  # one of ATTENTION_BACKENDS
   numerics: str = "fast"  # "bitwise": a token's logits do not depend on how many ran beside it
   prefill_chunks: tuple[int, ...] = (16, 32, 64, 128, 256)  # tokens, ascending
   widths: tuple[tuple[int, int], ...] = ()  # of the step, see StepConfig; (): the default
@@ -129,6 +130,9 @@ class EngineConfig:
       raise ValueError(f"dtype {self.dtype!r} is not one of {DTYPES}")
     if self.kv_cache_dtype not in KV_DTYPES:
       raise ValueError(f"kv_cache_dtype {self.kv_cache_dtype!r} is not one of {tuple(KV_DTYPES)}")
+    if self.attention_backend not in ATTENTION_BACKENDS:
+      raise ValueError(f"attention_backend {self.attention_backend!r} is not one of "
+                       f"{ATTENTION_BACKENDS}")
     if self.numerics not in NUMERICS:
       raise ValueError(f"numerics {self.numerics!r} is not one of {NUMERICS}")
     if not self.prefill_chunks or list(self.prefill_chunks) != sorted(set(self.prefill_chunks)):

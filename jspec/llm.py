@@ -53,7 +53,7 @@ class LLM:
     tensor_parallel_size: devices that share the weights and the heads. A draft model lies whole on
       each of them, or is shared too (draft_tensor_parallel_size in speculative_config).
     data_parallel_size: groups of that many devices, each with its share of the slots and pages.
-    attention_backend: "auto", or one of attention.BACKENDS, which is then used or refused.
+    attention_backend: "auto", or one of config.ATTENTION_BACKENDS, which is then used or refused.
     numerics: "bitwise" makes a token's logits independent of the verification width, so that
       speculation changes not even near-ties, in float32 and bfloat16; costs up to a quarter of
       plain decoding speed in float32 on CPU. "fast" leaves that to rounding.
@@ -100,7 +100,7 @@ class LLM:
       raise ValueError(f"{dtype=} was asked for, but the loaded model is {given}")
     engines = [self._engine(devices, fields) for devices in placements]
     self._engine_config = engines[0].config
-    self.engine = engines[0] if len(engines) == 1 else Replicas(engines)
+    self.engine: Engine | Replicas = engines[0] if len(engines) == 1 else Replicas(engines)
     self._num_requests = 0
 
   def _engine(self, devices: Placement, fields: dict[str, Any]) -> Engine:

@@ -13,7 +13,8 @@ class Replicas:
 
   def __init__(self, engines: Sequence[Engine]):
     self.engines = tuple(engines)
-    self.drafter = engines[0].drafter  # alike in all of them, but for the devices
+    # Alike in all of them, but for the devices; slots and pages are those of one engine.
+    self.drafter, self.config = engines[0].drafter, engines[0].config
     self._home: dict[Request, Engine] = {}
 
   @property

@@ -5,11 +5,11 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_cases import LENGTHS, assert_right, case
 
 from jspec import tree
 from jspec.pallas.reference import paged_attention
 from jspec.types import NO_PARENT
-from attention_cases import LENGTHS, assert_right, case
 
 TREE = (NO_PARENT, 0, 0, 1, 1, 2)
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import tiny
 
-from jspec import cache, model, sampling, step, tree
+from jspec import attention, cache, model, sampling, step, tree
 from jspec.config import ModelConfig
+from jspec.pallas import paged_attention_tpu
 
 B, LENGTH = 256, 40  # texts of 2 to 21 + 40 tokens: every residue of the page size
 SPECULATING = [name for name in tiny.CASES if name != "none"]
@@ -28,6 +29,17 @@ def greedy(name):
 def test_greedy_text_is_plain_decodings(name):
   assert greedy(name)[0] == greedy("none")[0]
   assert len(tiny.rig(name, B).traces) == 1
+
+
+@pytest.mark.parametrize("name, kernel", [
+    ("draft_model_tree", "tpu"), ("ngram", "tpu"), ("draft_model_tree", "triton"),
+    ("ngram", "triton")])
+def test_greedy_text_with_a_kernel_in_place_of_the_reference(monkeypatch, name, kernel):
+  """The Pallas kernels, interpreted, at every residue of the page size."""
+  monkeypatch.setattr(paged_attention_tpu, "TILE_ROWS", tiny.PAGE)  # no tiles here
+  rig = tiny.rig(name, 24, attend=attention.choose("cpu", kernel, interpret=True))
+  got, _ = tiny.generate(rig, tiny.start(rig, tiny.random_prompts(B)[:24]), LENGTH)
+  assert got == greedy("none")[0][:24]
 
 
 @pytest.mark.parametrize("name", ["ngram", "draft_model_tree", "draft_model_sampled"])

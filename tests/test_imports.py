@@ -22,7 +22,7 @@ ALLOWED = {  # module: the jspec modules it may import
   "plan": CORE | {"tree", "attention", "pallas.reference"},
   "step_output": CORE | {"tree", "sampling", "control", "drafters.base"},
   "cache": CORE,
-  "attention": set(),  # kernels by name, when they are needed
+  "attention": CORE,  # kernels by name, when they are needed
   "model": CORE | {"attention", "cache", "pallas.reference", "pallas.tree_bits", "pallas"},
   "sharding": CORE | {"weights"},
   "placement": CORE | {"attention", "cache", "sharding", "weights"},

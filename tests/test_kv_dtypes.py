@@ -1,4 +1,4 @@
-"""Pages of 8 bits: how far off a value may be, and that speculation changes nothing there either."""
+"""Pages of 8 bits: how far off a value may be, and that speculation changes no text there."""
 
 from __future__ import annotations
 

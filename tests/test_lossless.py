@@ -22,14 +22,15 @@ import pytest
 import scipy.stats
 import tiny
 
-from jspec import cache, model, sampling, step, tree
+from jspec import attention, cache, model, sampling, step, tree
 from jspec import verify as rule
+from jspec.pallas import paged_attention_tpu
 
 B, REPEATS, LENGTH, V = 256, 40, 3, tiny.VOCAB
 PROMPT = [1, 2, 3, 4, 10, 3, 5, 10, 3]  # its end has occurred before
 SETTINGS = ((0.9, 1.0), (1.3, 0.7))  # (temperature, top_p), in alternate slots
 ALPHA = 1e-4
-BOUND = ALPHA / (len(SETTINGS) * (1 + LENGTH) * (len(tiny.CASES) + 1))
+BOUND = ALPHA / (len(SETTINGS) * (1 + LENGTH) * (len(tiny.CASES) + 5))
 
 
 @functools.cache
@@ -115,6 +116,18 @@ def plain_texts():
   return texts(tiny.rig("none", B))
 
 
+@pytest.mark.parametrize("name, kernel", [
+    ("draft_model_tree_sampled", "tpu"), ("ngram", "tpu"), ("draft_model_sampled", "triton"),
+    ("random_trees", "triton")])
+def test_the_law_with_a_kernel_in_place_of_the_reference(monkeypatch, name, kernel):
+  """The Pallas kernels, interpreted: the same law, and drafts are judged as often."""
+  monkeypatch.setattr(paged_attention_tpu, "TILE_ROWS", tiny.PAGE)  # no tiles here
+  attend = attention.choose("cpu", kernel, interpret=True)
+  rig = tiny.rig(name, B, attend=attend)
+  root, samples = texts(rig)
+  assert smallest_p_value(root, samples) > BOUND
+
+
 @pytest.mark.parametrize("name", tiny.CASES)
 def test_next_three_tokens_have_the_targets_law(name):
   rig = tiny.rig(name, B)
@@ -197,7 +210,8 @@ MUTANTS = {
     "no residual": ("draft_model_sampled", rule, "residual", lambda honest: lambda p, q: p),
     "q ignored by the coins": ("draft_model_sampled", step, "verify", accept_without_q),
     "p of the neighbour": ("draft_model_sampled", step, "verify", neighbours_p),
-    "choice of the neighbour": ("draft_model_self_tree", step, "verify_point_mass", neighbours_choice),
+    "choice of the neighbour": ("draft_model_self_tree", step, "verify_point_mass",
+                                neighbours_choice),
     "draft and coin share a key": ("draft_model_sampled", sampling, "ACCEPT",
                                    lambda honest: sampling.DRAFT),
 }

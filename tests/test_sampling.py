@@ -20,8 +20,8 @@ V = 12
 
 # Compiled: operation by operation they take ten times as long.
 _probabilities, _penalised, _choose, _threshold, _inverse_cdf = map(jax.jit, (
-    lambda *args: jax.nn.softmax(sampling.target_scores(*args)), sampling.penalised, sampling.choose, sampling._threshold,
-    sampling.inverse_cdf))
+    lambda *args: jax.nn.softmax(sampling.target_scores(*args)), sampling.penalised,
+    sampling.choose, sampling._threshold, sampling.inverse_cdf))
 
 
 def slots(num=1, vocab=V, **fields):

@@ -127,8 +127,8 @@ def test_no_logits_are_gathered(method):
   assert not large
   sums = f",{config.width}]{{1,0}}"
   kinds = collections.Counter(kind for kind, shape in sent if shape.endswith(sums))
-  widths = 4 if method == "ngram" else 3
-  assert set(kinds) == {"all-reduce"} and kinds["all-reduce"] >= widths * (2 * config.num_layers + 1)
+  least = (4 if method == "ngram" else 3) * (2 * config.num_layers + 1)  # in each width's program
+  assert set(kinds) == {"all-reduce"} and kinds["all-reduce"] >= least
 
 
 # ------------------------------------------------------------------ what lies where

@@ -107,7 +107,7 @@ def test_accepted_configurations(config, older, expected):
   ({"model": "m", "num_speculative_tokens": 3, "rejection_sample_method": "strict",
     "draft_sample_method": "probabilistic"}, None, "contradict"),
   ({"method": "ngram", "quantization": "fp8"}, None, "quantization='fp8'.*leaving it out"),
-  ({"method": "ngram", "draft_tensor_parallel_size": 2}, None, "draft_tensor_parallel_size belong to"),
+  ({"method": "ngram", "draft_tensor_parallel_size": 2}, None, "parallel_size belong to"),
   ({"method": "ngram", "tensor_parallel_size": 1}, None, "use draft_tensor_parallel_size"),
   ({"method": "ngram", "acceptance_method": "typical_acceptance_sampler"}, None, "typical"),
   ({"method": "ngram"}, {"spec_decoding_acceptance_method": "typical_acceptance_sampler"},

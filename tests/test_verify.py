@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -99,3 +100,24 @@ def test_residual_is_normalised_and_falls_back_to_p():
   p, q = np.array(P[0]), np.array(Q[0])
   np.testing.assert_allclose(verify.residual(p, q), [0.5, 0, 0.5, 0])
   np.testing.assert_array_equal(verify.residual(p, p), p)
+
+
+def test_no_distribution_is_made_for_every_node():
+  """Of arrays with V numbers for each node only the normaliser's, which fuse into its sums."""
+  b, n, v = 3, 5, 70
+  draft = DraftTree(jnp.zeros((b, n), jnp.int32), jnp.tile(jnp.array(tree.chain(n - 1)), (b, 1)),
+                    jnp.ones((b, n, v)) / v)
+  program = jax.make_jaxpr(verify.verify)(draft, jnp.zeros((b * n, v)), jnp.zeros((b, n), int),
+                                          jnp.zeros((b, n)), jnp.zeros((b, n)))
+
+  def made(jaxpr):
+    for equation in jaxpr.eqns:
+      yield from ((equation.primitive.name, out.aval.shape) for out in equation.outvars)
+      for value in equation.params.values():
+        for inner in jax.tree.leaves(value, is_leaf=lambda x: hasattr(x, "jaxpr")):
+          if hasattr(inner, "jaxpr"):
+            yield from made(inner.jaxpr)
+
+  with_v = [(name, shape) for name, shape in made(program.jaxpr) if shape[-1:] == (v,)]
+  assert ("exp", (b, v)) in with_v  # p after one node of each slot
+  assert [name for name, shape in with_v if np.prod(shape) > b * v] == ["sub", "exp"]

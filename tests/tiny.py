@@ -15,12 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec import cache, step
+from jspec.attention import Attend
 from jspec.config import ModelConfig
 from jspec.drafters.base import Drafter
 from jspec.drafters.draft_model import draft_model
 from jspec.drafters.ngram import ngram
 from jspec.drafters.none import none
 from jspec.model import init_params
+from jspec.pallas import reference
 from jspec.plan import CostModel, StepConfig
 from jspec.slot_sampling import empty_sampling
 from jspec.types import NO_PARENT, PAD_TOKEN, DraftTree, SlotRequest, Slots, SpecState
@@ -65,10 +67,15 @@ _draft_model = functools.cache(draft_model)
 
 
 def _draft(widths, sampled, config=DRAFT, params=small_params):
-  def case(target: ModelConfig):
+  def case(target: ModelConfig, attend: Attend = reference.paged_attention):
     assert config.vocab_size == target.vocab_size
-    return _draft_model(config, widths, PAGE, jnp.float32, sampled), params()
+    return _draft_model(config, widths, PAGE, jnp.float32, sampled, attend=attend), params()
   return case
+
+
+def _plain(make: Callable[[ModelConfig], Drafter]):
+  """The case of a drafter without a model of its own."""
+  return lambda target, attend=None: (make(target), ())
 
 
 def random_trees(num_nodes: int, vocab_size: int) -> Drafter:
@@ -92,10 +99,10 @@ def random_trees(num_nodes: int, vocab_size: int) -> Drafter:
                  lambda params, state, slots, committed: state, num_nodes, num_nodes - 2)
 
 
-CASES: dict[str, Callable[[ModelConfig], tuple[Drafter, Any]]] = {
-    "none": lambda target: (none(), ()),
-    "ngram": lambda target: (ngram(4, 2, 1, MAX_LEN + 1), ()),
-    "ngram_latest": lambda target: (ngram(3, 3, 1, MAX_LEN + 1, latest=True), ()),
+CASES: dict[str, Callable[..., tuple[Drafter, Any]]] = {  # (target, attend) -> drafter, params
+    "none": _plain(lambda target: none()),
+    "ngram": _plain(lambda target: ngram(4, 2, 1, MAX_LEN + 1)),
+    "ngram_latest": _plain(lambda target: ngram(3, 3, 1, MAX_LEN + 1, latest=True)),
     "draft_model": _draft((1, 1, 1), False, TARGET, noisy_params),
     "draft_model_sampled": _draft((1, 1, 1), True),
     "draft_model_tree": _draft((3, 2), False, TARGET, noisy_params),
@@ -105,7 +112,7 @@ CASES: dict[str, Callable[[ModelConfig], tuple[Drafter, Any]]] = {
     "draft_model_self_tree": _draft((3, 2), False, TARGET, target_params),
     "draft_model_self_tree_sampled": _draft((2, 2), True, TARGET, target_params),
     "draft_model_contrary_sampled": _draft((1, 1), True, TARGET, contrary_params),
-    "random_trees": lambda target: (random_trees(7, target.vocab_size), ()),
+    "random_trees": _plain(lambda target: random_trees(7, target.vocab_size)),
 }
 
 
@@ -124,11 +131,12 @@ def sampling_for(num_slots: int, **fields):
   return empty.replace(**{k: put(getattr(empty, k), v) for k, v in fields.items()})
 
 
-def step_config(drafter: Drafter, num_slots: int, widths=None, rows_per_pass=1e9) -> StepConfig:
+def step_config(drafter: Drafter, num_slots: int, widths=None, rows_per_pass=1e9,
+                attend: Attend = reference.paged_attention) -> StepConfig:
   """By default every draft is verified whole, at one of two widths."""
   n = drafter.num_nodes
   widths = widths or ((num_slots, 1), (num_slots * n, n))[:1 if n == 1 else 2]
-  return StepConfig(TARGET, widths, CostModel(rows_per_pass), max_logprobs=1)
+  return StepConfig(TARGET, widths, CostModel(rows_per_pass), max_logprobs=1, attend=attend)
 
 
 def compiled(function, donate: int, level: int = 3):
@@ -157,11 +165,12 @@ class Rig:
 
 
 @functools.cache
-def rig(name: str, num_slots: int, widths=None, rows_per_pass=1e9) -> Rig:
-  drafter, draft_params = CASES[name](TARGET)
+def rig(name: str, num_slots: int, widths=None, rows_per_pass=1e9,
+        attend: Attend = reference.paged_attention) -> Rig:
+  drafter, draft_params = CASES[name](TARGET, attend)
   params = {"target": target_params(), "draft": draft_params, "max_draft": jnp.int32(99),
             "lag": jnp.float32(1000)}
-  config = step_config(drafter, num_slots, widths, rows_per_pass)
+  config = step_config(drafter, num_slots, widths, rows_per_pass, attend)
   return Rig(config, drafter, params, num_slots, *_programs(config, drafter))
 
 
