@@ -62,10 +62,25 @@ def write(pages: jax.Array, scales: jax.Array | None, page: jax.Array, offset: j
   """
   if scales is not None:
     x, scale = quantised(x, scales.shape[1], pages.dtype)
-    scales = scales.at[page, :, offset].set(scale, mode="drop")
+    scales = _write_scales(scales, page, offset, scale)
   elif x.dtype != pages.dtype:
     x = jax.lax.bitcast_convert_type(x, pages.dtype)
   return pages.at[page, offset].set(x, mode="drop"), scales
+
+
+def _write_scales(scales: jax.Array, page: jax.Array, offset: jax.Array,
+                  x: jax.Array) -> jax.Array:
+  """scales[P, K, S] with x[R, K] at (page, offset)[R], by whole pages.
+
+  XLA for TPU updates pages in place; single columns it writes into a copy of the pool. Rows of
+  one page all write that page, with everybody's columns in it.
+  """
+  here = jax.nn.one_hot(offset, scales.shape[2], dtype=x.dtype)  # [R, S]
+  together = (page[:, None] == page).astype(x.dtype)
+  gathered = lambda a: jnp.einsum("ij,j...->i...", together, a, precision="highest")
+  old = scales[jnp.minimum(page, scales.shape[0] - 1)]
+  new = jnp.where(gathered(here)[:, None] > 0, gathered(x[:, :, None] * here[:, None]), old)
+  return scales.at[page].set(new, mode="drop")
 
 
 def quantised(x: jax.Array, num_kv_heads: int, dtype) -> tuple[jax.Array, jax.Array]:
@@ -91,7 +106,12 @@ def commit(pages: KVPages, page_table: jax.Array, length: jax.Array, verdict: Ve
   moves = (depth <= verdict.num_accepted[:, None]) & (verdict.path != depth)
   page = jnp.where(moves, page, NOWHERE)
   values = lambda x: x.at[page, offset].set(x[from_page, from_offset], mode="drop")
-  scales = lambda x: x.at[page, :, offset].set(x[from_page, :, from_offset], mode="drop")
+
+  def scales(x):
+    rows = x[jnp.minimum(from_page.reshape(-1), x.shape[0] - 1)]
+    moved = jnp.take_along_axis(rows, from_offset.reshape(-1, 1, 1), axis=2)[..., 0]
+    return _write_scales(x, page.reshape(-1), offset.reshape(-1), moved)
+
   both = lambda move, layers: tuple(map(move, layers))
   return KVPages(both(values, pages.k), both(values, pages.v), both(scales, pages.k_scale),
                  both(scales, pages.v_scale))

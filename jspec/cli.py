@@ -1,4 +1,4 @@
-"""The command line: jspec generate | chat | bench | models."""
+"""The command line: jspec generate | chat | bench | compile-check | models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import warnings
 from typing import Any, NoReturn
 
 from jspec import terminal
-from jspec.config import DTYPES
+from jspec.config import ATTENTION_BACKENDS, DTYPES, KV_DTYPES, NUMERICS
 from jspec.sampling_params import SamplingParams
 from jspec.spec_config import parse_speculative
 
@@ -21,7 +21,9 @@ BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141  # exit codes; the last two ar
 
 _OLDER_FLAGS = ("speculative_model", "num_speculative_tokens", "ngram_prompt_lookup_max",
                 "ngram_prompt_lookup_min")
-_ENGINE_FLAGS = ("dtype", "max_model_len", "max_num_seqs", "page_size", "numerics", "cache_dir")
+_ENGINE_FLAGS = ("dtype", "max_model_len", "max_num_seqs", "page_size", "kv_cache_dtype",
+                 "tensor_parallel_size", "data_parallel_size", "attention_backend", "numerics",
+                 "cache_dir")
 _SAMPLING_FLAGS = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed",
                    "stop", "stop_token_ids", "repetition_penalty", "presence_penalty",
                    "frequency_penalty", "bad_words", "logit_bias", "ignore_eos")
@@ -83,6 +85,12 @@ def build_parser() -> argparse.ArgumentParser:
   add_bench_flags(bench)
   bench.set_defaults(run=run_bench)
 
+  from jspec.compile_check.command import add_compile_check_flags, run_compile_check
+  compile_check = commands.add_parser(
+    "compile-check", help="compile the step for a TPU or GPU that is not here")
+  add_compile_check_flags(compile_check)
+  compile_check.set_defaults(run=run_compile_check)
+
   models = commands.add_parser("models", help="list the models known by name")
   models.add_argument("--json", action="store_true", help="as JSON")
   models.add_argument("--cache-dir", help="where models are stored")
@@ -99,7 +107,13 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
   group.add_argument("--max-model-len", type=int, help="tokens of prompt and output together")
   group.add_argument("--max-num-seqs", type=int, help="requests in one batch")
   group.add_argument("--page-size", type=int, help="tokens per KV page")
-  group.add_argument("--numerics", choices=("fast", "bitwise"))
+  group.add_argument("--kv-cache-dtype", choices=tuple(KV_DTYPES))
+  group.add_argument("--tensor-parallel-size", type=int, metavar="N",
+                     help="devices that share the weights")
+  group.add_argument("--data-parallel-size", type=int, metavar="N",
+                     help="groups of devices that share the requests")
+  group.add_argument("--attention-backend", choices=ATTENTION_BACKENDS)
+  group.add_argument("--numerics", choices=NUMERICS)
   group.add_argument("--cache-dir", help="where models are stored")
   group = parser.add_argument_group("speculation (default: n-gram prompt lookup)")
   group.add_argument("--speculative-config", type=json_object, metavar="JSON", help="vLLM's keys, "
@@ -169,7 +183,8 @@ def speculation(arguments: argparse.Namespace) -> tuple[dict[str, Any] | None, d
 def engine_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
   """Keyword arguments for LLM, all but the model and its speculation."""
   given = {name: getattr(arguments, name) for name in _ENGINE_FLAGS}
-  for name in ("max_model_len", "max_num_seqs", "page_size"):
+  for name in ("max_model_len", "max_num_seqs", "page_size", "tensor_parallel_size",
+               "data_parallel_size"):
     if given[name] is not None and given[name] < 1:
       raise ValueError(f"--{name.replace('_', '-')} must be >= 1, got {given[name]}")
   return {name: value for name, value in given.items() if value is not None}

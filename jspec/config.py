@@ -70,6 +70,7 @@ class ModelConfig:
   window: int | None = None  # sliding layers see this many tokens, their own included
   sliding_layers: tuple[int, ...] = ()
   tie_embeddings: bool = False
+  vocab_parts: int = 1  # devices that share the vocabulary, see sharding.split_config
 
   def __post_init__(self):
     for name in ("vocab_size", "width", "num_layers", "num_heads", "num_kv_heads", "head_dim",

@@ -52,9 +52,10 @@ class Engine:
     state = lambda key: initial_state(key, model, drafter, config, devices.kv_dtype)
     key = jax.random.key(config.seed)
     self._shardings = devices.shardings(jax.eval_shape(state, key))
-    self._run = self._jit("step", step.make_multi_step(self._step_config, drafter, MAX_STEPS), 1)
-    self._admit = self._jit("admit", step.admit, 0, has_output=False)
-    self._release = self._jit("release", step.release, 0, has_output=False)
+    self._run = self._jit("step", step.make_multi_step(
+        self._step_config, drafter, MAX_STEPS), 3, 1)
+    self._admit = self._jit("admit", step.admit, 3, 0, has_output=False)
+    self._release = self._jit("release", step.release, 2, 0, has_output=False)
     # The key of a seeded request depends on its seed alone; others each get one of their own.
     self._seed_key = jax.jit(lambda low, high: jax.random.fold_in(jax.random.key(low), high),
                              out_shardings=devices.everywhere)
@@ -64,14 +65,18 @@ class Engine:
     self._state = jax.jit(lambda: state(jax.random.key(config.seed)),
                           out_shardings=self._shardings)()
 
-  def _jit(self, name: str, function: Any, state_argument: int, has_output: bool = True) -> Any:
+  def _jit(self, name: str, function: Any, num_arguments: int, state_argument: int,
+           has_output: bool = True) -> Any:
     """Compiled with its state donated, its output on every device; counts traces."""
     def traced(*args):
       self.traces[name] = self.traces.get(name, 0) + 1
       return function(*args)
 
     out = (self._shardings, self.devices.everywhere) if has_output else self._shardings
-    return jax.jit(traced, donate_argnums=state_argument, out_shardings=out)
+    takes = [None] * num_arguments
+    takes[state_argument] = self._shardings
+    return jax.jit(traced, donate_argnums=state_argument, in_shardings=tuple(takes),
+                   out_shardings=out)
 
   # ------------------------------------------------------------- the loop
 
@@ -172,7 +177,7 @@ class Engine:
   def _prefill_program(self, size: int) -> Any:
     if size not in self._prefills:
       self._prefills[size] = self._jit(
-          f"prefill{size}", step.make_prefill(self._step_config, self.drafter, size), 1)
+          f"prefill{size}", step.make_prefill(self._step_config, self.drafter, size), 6, 1)
     return self._prefills[size]
 
   def _request_key(self, request: Request) -> jax.Array:

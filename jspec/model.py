@@ -73,12 +73,26 @@ def forward(
 
 def embed(params: Params, config: ModelConfig, token: jax.Array, position: jax.Array) -> jax.Array:
   """[R] -> [R, E]."""
-  x = params["embed"][token]
+  x = _lookup(params["embed"], token, config.vocab_parts)
   if config.embed_scale != 1.0:
     x = x * jnp.asarray(config.embed_scale, x.dtype)
   if config.learned_positions:
     x = x + params["positions"][jnp.minimum(position, config.max_positions - 1)]
   return x
+
+
+def _lookup(table: jax.Array, token: jax.Array, parts: int) -> jax.Array:
+  """table[V, E] at token i32[R]; each of the parts of V looks for its own and finds 0 else.
+
+  Left to itself, XLA may send the whole table to every device.
+  """
+  if parts == 1:
+    return table[token]
+  size = table.shape[0] // parts
+  local = token - size * jnp.arange(parts)[:, None]  # [parts, R]
+  take = jax.vmap(lambda rows, index: rows[jnp.clip(index, 0, size - 1)])
+  rows = take(table.reshape(parts, size, -1), local)
+  return jnp.where(((local >= 0) & (local < size))[..., None], rows, 0).sum(0, dtype=table.dtype)
 
 
 def blocks(layers, config: ModelConfig, x, position, mask, rows: Rows, pages: KVPages, page_table,

@@ -22,7 +22,8 @@ from jspec.weights import Place, on_device
 class Placement:
   """Made by `place`."""
 
-  mesh: Mesh | None  # one axis "tp"; None on a single device
+  platform: str
+  mesh: Mesh | None  # one axis "tp"; None on a single CPU or GPU
   draft_tp: int  # devices that share a draft model: 1 (each has all of it) or all of "tp"
   attend: Attend
   draft_attend: Attend
@@ -33,8 +34,11 @@ class Placement:
     return None if self.mesh is None else NamedSharding(self.mesh, P())
 
   def shardings(self, state: SpecState) -> Any:
-    """Of a SpecState (of arrays or their shapes)."""
-    return None if self.mesh is None else sharding.state_shardings(self.mesh, state, self.draft_tp)
+    """Of a SpecState (of arrays or their shapes); on TPU layouts, too."""
+    if self.mesh is None:
+      return None
+    shardings = sharding.state_shardings(self.mesh, state, self.draft_tp)
+    return sharding.with_tpu_layouts(shardings, state) if self.platform == "tpu" else shardings
 
   def target(self, config: ModelConfig) -> tuple[ModelConfig, Place]:
     """The target as it is held, and how to put its parameters on the devices."""
@@ -79,11 +83,11 @@ def place(config: EngineConfig, platform: str, draft_tp: int = 1, interpret: obj
   kv_dtype = cache.stored_dtype(config.kv_cache_dtype, config.dtype, platform)
 
   def on(devices: Sequence[jax.Device]) -> Placement:
-    alone = needed == 1 and jax.process_count() == 1
+    alone = needed == 1 and jax.process_count() == 1 and platform != "tpu"
     mesh = None if alone else sharding.make_mesh(devices)
     choose = lambda split: attention.choose(platform, backend, interpret=interpret, mesh=mesh,
                                             split_heads=split)
-    return Placement(mesh, draft_tp, choose(True), choose(draft_tp > 1), kv_dtype)
+    return Placement(platform, mesh, draft_tp, choose(True), choose(draft_tp > 1), kv_dtype)
 
   return [on(devices[i:i + tp]) for i in range(0, needed, tp)]
 

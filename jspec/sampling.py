@@ -26,7 +26,7 @@ IN_PROMPT = 4
 TARGET, DRAFT, ACCEPT = 0, 1, 2
 
 BLOCK = 512  # of the two-level inverse CDF
-PARTS = 16  # no block crosses from one of them to the next: devices hold whole parts
+PARTS = 48  # no block crosses from one of them to the next: devices hold whole parts
 
 
 class NodeContext(flax.struct.PyTreeNode):
@@ -183,25 +183,47 @@ def _argmax(x: jax.Array) -> jax.Array:
   return jnp.argmax(x, -1).astype(jnp.int32)
 
 
-def logprobs(logits: jax.Array, token: jax.Array, num_top: int):
-  """Under the raw logits [R, V]: (log-probability, rank) of token[R] and the top tokens [R, X]."""
+def logprobs(logits: jax.Array, token: jax.Array, num_top: int, parts: int):
+  """Under the raw logits [R, V]: (log-probability, rank) of token[R] and the top tokens [R, X].
+
+  parts: devices that share the vocabulary.
+  """
   normaliser = jax.nn.logsumexp(logits, -1)
   chosen = jnp.take_along_axis(logits, token[:, None], 1)
-  top, top_token = top_k(logits, num_top)
+  top, top_token = top_k(logits, num_top, parts)
   rank = (logits > chosen).sum(-1, dtype=jnp.int32) + 1
   return chosen[:, 0] - normaliser, rank, top_token, top - normaliser[:, None]
 
 
-def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-  """lax.top_k over the last axis, part by part and then among the parts' best."""
-  parts = math.gcd(x.shape[-1], PARTS)
-  size = x.shape[-1] // parts
-  if k > size or parts == 1:
+def top_k(x: jax.Array, k: int, parts: int = 1) -> tuple[jax.Array, jax.Array]:
+  """lax.top_k over the last axis, of which `parts` devices hold a part each.
+
+  Then first the best of each part, one after another: XLA would bring all of x together for top_k.
+  """
+  if parts == 1:
     return jax.lax.top_k(x, k)
-  values, index = jax.lax.top_k(x.reshape(*x.shape[:-1], parts, size), k)
-  index = (index + size * jnp.arange(parts)[:, None]).reshape(*x.shape[:-1], -1)
-  values, best = jax.lax.top_k(values.reshape(index.shape), k)
-  return values, jnp.take_along_axis(index, best, -1)
+  lead, size = x.shape[:-1], x.shape[-1] // parts
+  offset = size * jnp.arange(parts)
+
+  def next_best(rest, _):
+    best = jnp.argmax(rest, -1)
+    value = rest.max(-1)
+    return jnp.where(jnp.arange(size) == best[..., None], -jnp.inf, rest), (value, best + offset)
+
+  _, found = jax.lax.scan(next_best, x.reshape(*lead, parts, size), length=min(k, size))
+  value, index = (jnp.moveaxis(a, 0, -1).reshape(*lead, -1) for a in found)
+  value, best = jax.lax.top_k(value, k)
+  return value, jnp.take_along_axis(index, best, -1)
+
+
+def pick(x: jax.Array, index: jax.Array) -> jax.Array:
+  """x[B, V] at index i32[B, T], part by part: integers [B, T]."""
+  b, v = x.shape
+  parts = math.gcd(v, PARTS)
+  size = v // parts
+  local = index[:, None] - size * jnp.arange(parts)[:, None]  # [B, parts, T]
+  values = jnp.take_along_axis(x.reshape(b, parts, size), jnp.clip(local, 0, size - 1), -1)
+  return jnp.where((local >= 0) & (local < size), values, 0).sum(1, dtype=x.dtype)
 
 
 def record(s: SlotSampling, emitted: jax.Array, count: jax.Array) -> SlotSampling:

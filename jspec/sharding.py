@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -51,6 +52,8 @@ def make_mesh(devices: Sequence[jax.Device]) -> Mesh:
 def split_config(config: ModelConfig, tp: int, role: str = "the model") -> ModelConfig:
   """The model as `tp` devices hold it: with fewer kv heads than devices each is held repeatedly.
 
+  A vocabulary that does not divide is held whole by every device.
+
   Raises ValueError if its heads or its MLP cannot be split.
   """
   for name in ("num_heads", "mlp_dim"):
@@ -60,7 +63,8 @@ def split_config(config: ModelConfig, tp: int, role: str = "the model") -> Model
   if config.num_kv_heads % tp and tp % config.num_kv_heads:
     raise ValueError(f"{role} cannot be split over tensor_parallel_size={tp} devices: its "
                      f"num_kv_heads={config.num_kv_heads} neither divides it nor is a multiple")
-  return dataclasses.replace(config, num_kv_heads=max(config.num_kv_heads, tp))
+  return dataclasses.replace(config, num_kv_heads=max(config.num_kv_heads, tp),
+                             vocab_parts=1 if config.vocab_size % tp else tp)
 
 
 def param_spec(path: Sequence[Any], shape: Sequence[int], tp: int) -> P:
@@ -134,3 +138,22 @@ def state_shardings(mesh: Mesh, state: SpecState, draft_tp: int) -> SpecState:
 
   return walk(state.replace(draft=None), mesh.shape["tp"]).replace(
       draft=walk(state.draft, draft_tp))
+
+
+def with_tpu_layouts(shardings: SpecState, state: SpecState) -> SpecState:
+  """The shardings with the layout in which XLA for TPU updates KV pages in place.
+
+  By default XLA picks layouts of its own where K*h is no multiple of 128, and tiles for 8 bits
+  that its scatter does not use: the pools were then copied for every layer (compiled for v5e, v5p,
+  v6e and 7x, not run).
+  """
+  row_major = Layout((0, 1, 2))
+  eight_bits = Layout((0, 1, 2), tiling=((8, 128), (4, 1)))
+
+  def pin(sharding: Any, x: Any) -> Any:
+    if not isinstance(x, KVPages):
+      return sharding
+    return jax.tree.map(
+        lambda s, a: Format(eight_bits if a.dtype.itemsize == 1 else row_major, s), sharding, x)
+
+  return jax.tree.map(pin, shardings, state, is_leaf=lambda x: isinstance(x, KVPages))

@@ -190,7 +190,8 @@ def _advance(params, proposal: DraftTree, draft: DraftTree, keep, num_rows: int,
     if not drafter.is_chain:
       pages = cache.commit(pages, state.page_table, state.length, verdict)
     committed, finished = _cut(draft, verdict, feature, rows, state)
-    output = describe(output, logits, rows, verdict, committed, keep, finished, state)
+    output = describe(output, logits, config.model.vocab_parts, rows, verdict, committed, keep,
+                      finished, state)
   with jax.named_scope("observe"):
     draft_state = drafter.observe(params["draft"], state.draft, _all_slots(state), committed)
     state = _update(state, pages, draft_state, proposal, draft, verdict, committed, finished)
@@ -227,7 +228,7 @@ def _cut(draft: DraftTree, verdict: Verdict, feature, rows, state: SpecState):
   next_token = jnp.where(step == verdict.num_accepted[:, None], verdict.bonus[:, None],
                          jnp.roll(token, -1, 1))
   count = verdict.num_accepted + 1
-  flags = jnp.take_along_axis(state.sampling.token_flags, next_token, axis=1)
+  flags = sampling.pick(state.sampling.token_flags, next_token)
   stops = (flags & sampling.STOPS > 0) & (step < count[:, None])
   upto = jnp.where(stops.any(1), jnp.argmax(stops, 1) + 1, count)
   count = jnp.where(state.active, jnp.minimum(upto, state.limit - state.num_output), 0)
@@ -263,12 +264,13 @@ def _emit_first(params, state: SpecState, slot, count, hidden, config: StepConfi
   first = _no_token(root[0], config.max_logprobs)
 
   def with_logprobs(first):
-    logprob, rank, top, top_logprob = sampling.logprobs(logits, root, config.max_logprobs)
+    logprob, rank, top, top_logprob = sampling.logprobs(
+        logits, root, config.max_logprobs, config.model.vocab_parts)
     return first.replace(logprob=logprob[0], rank=rank[0], top_token=top[0],
                          top_logprob=top_logprob[0])
 
   first = run_if(s.logprobs[slot], with_logprobs, first)
-  stops = s.token_flags[slot, root[0]] & sampling.STOPS > 0
+  stops = sampling.pick(s.token_flags[slot][None], root[None])[0, 0] & sampling.STOPS > 0
   finished = stops | (state.limit[slot] <= 1)
   return state.replace(
       root=state.root.at[slot].set(root[0]), num_output=state.num_output.at[slot].set(1),

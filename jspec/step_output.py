@@ -22,8 +22,8 @@ def empty_output(state: SpecState, size: int, drafter: Drafter, num_top: int) ->
       accepted_at=zeros(drafter.max_depth + 1))
 
 
-def describe(output: StepOutput, logits, rows, verdict: Verdict, committed: Committed, keep,
-              finished, state: SpecState) -> StepOutput:
+def describe(output: StepOutput, logits, vocab_parts: int, rows, verdict: Verdict,
+             committed: Committed, keep, finished, state: SpecState) -> StepOutput:
   """Fills the step's output, wide enough for the deepest tree, from one width's results."""
   b, num_emitted = committed.next_token.shape
   count, step = committed.count, jnp.arange(num_emitted)
@@ -33,7 +33,8 @@ def describe(output: StepOutput, logits, rows, verdict: Verdict, committed: Comm
 
   def with_logprobs(output):
     raw = jnp.take(logits, row.reshape(-1), axis=0, mode="clip")
-    values = sampling.logprobs(raw, committed.next_token.reshape(-1), output.top_token.shape[-1])
+    values = sampling.logprobs(raw, committed.next_token.reshape(-1), output.top_token.shape[-1],
+                               vocab_parts)
     logprob, rank, top, top_logprob = (x.reshape(b, num_emitted, *x.shape[1:]) for x in values)
     return output.replace(logprob=put(output.logprob, logprob), rank=put(output.rank, rank),
                           top_token=put(output.top_token, top),

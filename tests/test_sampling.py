@@ -381,7 +381,7 @@ def test_logprobs_and_ranks():
   x = np.random.default_rng(3).normal(size=(5, V)).astype(np.float32) * 4
   x[0] = TIES
   token = np.array([7, 0, 4, 11, 2])
-  logprob, rank, top, top_logprob = sampling.logprobs(jnp.array(x), jnp.array(token), 4)
+  logprob, rank, top, top_logprob = sampling.logprobs(jnp.array(x), jnp.array(token), 4, 1)
   expected = np.log(np.stack([softmax(row.astype(np.float64)) for row in x]))
   rows = np.arange(5)
   np.testing.assert_allclose(logprob, expected[rows, token], atol=1e-5)
@@ -395,9 +395,10 @@ def test_logprobs_and_ranks():
 def test_top_k_by_parts_is_top_k(size):
   """Equal values in the order of their index, as lax.top_k has them."""
   x = jax.random.randint(jax.random.key(size), (3, 2, size), 0, 9).astype(jnp.float32)
-  for k in (1, 3, 5):
-    for got, want in zip(sampling.top_k(x, k), jax.lax.top_k(x, k), strict=True):
-      np.testing.assert_array_equal(got, want)
+  for k in (1, 3, 8):
+    for parts in (1, 2):
+      for got, want in zip(sampling.top_k(x, k, parts), jax.lax.top_k(x, k), strict=True):
+        np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("size", [48, 1600, 16 * 700, 1000])

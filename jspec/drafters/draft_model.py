@@ -83,7 +83,7 @@ def draft_model(config: ModelConfig, widths: tuple[int, ...], page_size: int, dt
   def children(logits, width, level, slots):
     """`width` tokens [B, nodes, width] after each node, and q [B, nodes, V] if sampled."""
     if not sampled:
-      return sampling.top_k(logits, width)[1], None
+      return sampling.top_k(logits, width, config.vocab_parts)[1], None
     t = slots.temperature[:, None, None]
     q = jnp.where(t > 0, jax.nn.softmax(logits / jnp.where(t > 0, t, 1)),
                   jax.nn.one_hot(logits.argmax(-1), logits.shape[-1]))
