@@ -29,7 +29,8 @@ def run(script: str, *arguments: str, path: pathlib.Path):
       json.loads(path.read_text()) if path.exists() else None)
 
 
-@pytest.mark.parametrize("script, kernel", [("gpu_check.py", "triton"), ("tpu_check.py", "tpu")])
+@pytest.mark.parametrize("script, kernel", [
+    ("gpu_check.py", "triton"), pytest.param("tpu_check.py", "tpu", marks=pytest.mark.slow)])
 def test_a_smoke_run_fills_every_part_of_the_report(script, kernel, tmp_path):
   status, output, report = run(script, "--cpu-smoke", "--quick", "--model", "no-such-model",
                                path=tmp_path / "out.json")

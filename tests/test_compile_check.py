@@ -414,9 +414,8 @@ def test_the_step_compiles_with_its_kernel_in_place_and_as_the_baseline_has_it(c
     # Every byte of the state is updated in place; a TPU pads some of it.
     assert compiled["state_bytes"] <= compiled["alias_bytes"] <= 1.02 * compiled["state_bytes"]
     assert compiled["output_bytes"] - compiled["alias_bytes"] < 1e6
-    largest = compiled["largest_collective"]
-    if case.tp > 1 and largest["bytes"] > 1e6:  # logits alone, where a request wants logprobs
-      assert "/commit/" in largest["where"] and largest["bytes"] <= 4 * 8 * 128256, largest
+    if case.tp > 1:  # sums of 8 rows and what is left of the vocabulary: never whole logits
+      assert compiled["largest_collective"]["bytes"] < 1e6, compiled["largest_collective"]
   sums = {"all-reduce": 2.0} if case.tp > 1 else {}
   assert {k: n for k, n in found["per_layer"]["collectives"].items() if n} == sums
   # A copy of a layer's keys, kept until the end, would be this much.

@@ -31,11 +31,10 @@ def test_greedy_text_is_plain_decodings(name):
   assert len(tiny.rig(name, B).traces) == 1
 
 
-@pytest.mark.parametrize("name, kernel", [
-    ("draft_model_tree", "tpu"), ("ngram", "tpu"), ("draft_model_tree", "triton"),
-    ("ngram", "triton")])
+@pytest.mark.parametrize("name, kernel", tiny.with_kernels(
+    ("draft_model_tree", "tpu"), ("ngram", "tpu"), ("draft_model_tree", "triton")))
 def test_greedy_text_with_a_kernel_in_place_of_the_reference(monkeypatch, name, kernel):
-  """The Pallas kernels, interpreted, at every residue of the page size."""
+  """The Pallas kernels, interpreted, at every residue of the page size. Most of them are slow."""
   monkeypatch.setattr(paged_attention_tpu, "TILE_ROWS", tiny.PAGE)  # no tiles here
   rig = tiny.rig(name, 24, attend=attention.choose("cpu", kernel, interpret=True))
   got, _ = tiny.generate(rig, tiny.start(rig, tiny.random_prompts(B)[:24]), LENGTH)

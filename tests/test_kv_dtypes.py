@@ -42,7 +42,8 @@ def test_commit_moves_scales_with_their_values():
 
 
 @pytest.mark.parametrize("method, dtype", [
-    ("ngram", "int8"), ("draft_model", "int8"), ("ngram", "fp8"), ("ngram", "fp8_e5m2")])
+    ("ngram", "int8"), ("draft_model", "int8"), ("ngram", "fp8"),
+    pytest.param("ngram", "fp8_e5m2", marks=pytest.mark.slow)])
 def test_greedy_text_is_plain_decodings(method, dtype):
   params = greedy(max_tokens=32, ignore_eos=True)
   got, want = ([out.token_ids for out in tiny_llm(m, kv_cache_dtype=dtype).generate(

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jspec import cache, step
 from jspec.attention import Attend
@@ -114,6 +115,13 @@ CASES: dict[str, Callable[..., tuple[Drafter, Any]]] = {  # (target, attend) -> 
     "draft_model_contrary_sampled": _draft((1, 1), True, TARGET, contrary_params),
     "random_trees": _plain(lambda target: random_trees(7, target.vocab_size)),
 }
+
+
+def with_kernels(*quick: tuple[str, str]) -> list:
+  """Every case with every kernel that an interpreter runs fast enough; all but some are slow."""
+  assert all(name in CASES for name, _ in quick)
+  return [pytest.param(name, kernel, marks=() if (name, kernel) in quick else pytest.mark.slow)
+          for name in CASES for kernel in ("tpu", "triton")]
 
 
 def page_table(num_slots: int, num_nodes: int, max_len: int, seed: int = 1):
