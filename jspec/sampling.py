@@ -61,9 +61,7 @@ def penalised(logits, s: SlotSampling, num_output, context: NodeContext) -> jax.
   slot, path = context.slot, context.path
   column = lambda x: x[slot][:, None]
   flags = s.token_flags[slot]
-  row = jnp.arange(slot.shape[0])[:, None]
-  drop = jnp.where(path == PAD_TOKEN, logits.shape[1], path)
-  count = s.output_count[slot].at[row, drop].add(1, mode="drop")
+  count = _at(s.output_count[slot], path).add(1, mode="drop").reshape(logits.shape)
   seen = (count > 0) | (flags & IN_PROMPT > 0)
   repetition = column(s.repetition_penalty)
   x = jnp.where(seen, jnp.where(logits > 0, logits / repetition, logits * repetition), logits)
@@ -72,7 +70,8 @@ def penalised(logits, s: SlotSampling, num_output, context: NodeContext) -> jax.
   early = (num_output[slot] + context.depth < s.min_tokens[slot])[:, None]
   x = jnp.where(early & (flags & NOT_BEFORE_MIN > 0), -jnp.inf, x)
   last, completes = _completed_bad_words(s, context)
-  return x.at[row, jnp.where(completes, last, x.shape[1])].set(-jnp.inf, mode="drop")
+  forbidden = jnp.where(completes, last, PAD_TOKEN)
+  return _at(x, forbidden).set(-jnp.inf, mode="drop").reshape(x.shape)
 
 
 def _completed_bad_words(s: SlotSampling, context: NodeContext):
@@ -94,14 +93,16 @@ def truncated(scores: jax.Array, s: SlotSampling, slot: jax.Array) -> jax.Array:
   min_p, top_k, top_p = (v[slot][:, None] for v in (s.min_p, s.top_k, s.top_p))
   x = jnp.where(x < x.max(-1, keepdims=True) + jnp.log(min_p), -jnp.inf, x)
 
-  def by_rank(x):
+  def lowest_kept(x):
     k = jnp.where(top_k > 0, top_k, x.shape[-1])
     x = jnp.where(x >= _threshold(x, jnp.ones_like(x), k), x, -jnp.inf)
-    p = jax.nn.softmax(x)
-    return jnp.where((top_p >= 1) | (p >= _threshold(p, p, top_p)), x, -jnp.inf)
+    p = jax.nn.softmax(x)  # rises with x, so the least x that top_p keeps says which it keeps
+    kept = (x > -jnp.inf) & ((top_p >= 1) | (p >= _threshold(p, p, top_p)))
+    return jnp.where(kept, x, jnp.inf).min(-1, keepdims=True)
 
   needed = ((top_k > 0) | (top_p < 1)).any()
-  return jax.lax.cond(needed, by_rank, lambda x: x, x)
+  everything = lambda x: jnp.full_like(x[:, :1], -jnp.inf)
+  return jnp.where(x >= jax.lax.cond(needed, lowest_kept, everything, x), x, -jnp.inf)
 
 
 def _threshold(x: jax.Array, weight: jax.Array, amount: jax.Array) -> jax.Array:
@@ -171,7 +172,7 @@ def inverse_cdf(weight: jax.Array, u: jax.Array) -> jax.Array:
   last = (upto < upto[:, -1:]).sum(-1)  # first block to reach the total
   block = jnp.minimum((upto <= point[:, None]).sum(-1), last)
   before = jnp.where(block > 0, jnp.take_along_axis(upto, block[:, None] - 1, 1)[:, 0], 0)
-  inside = jnp.take_along_axis(weight, block[:, None, None], 1)[:, 0]
+  inside = pick(weight, block[:, None])[:, 0]
   beyond = (before[:, None] + jnp.cumsum(inside, -1) > point[:, None]) & (inside > 0)
   # Rounding can leave the point beyond the block's own sum: then its last possible index.
   final = BLOCK - 1 - jnp.argmax((inside > 0)[:, ::-1], -1)
@@ -189,7 +190,7 @@ def logprobs(logits: jax.Array, token: jax.Array, num_top: int, parts: int):
   parts: devices that share the vocabulary.
   """
   normaliser = jax.nn.logsumexp(logits, -1)
-  chosen = jnp.take_along_axis(logits, token[:, None], 1)
+  chosen = pick(logits, token[:, None])
   top, top_token = top_k(logits, num_top, parts)
   rank = (logits > chosen).sum(-1, dtype=jnp.int32) + 1
   return chosen[:, 0] - normaliser, rank, top_token, top - normaliser[:, None]
@@ -216,22 +217,41 @@ def top_k(x: jax.Array, k: int, parts: int = 1) -> tuple[jax.Array, jax.Array]:
   return value, jnp.take_along_axis(index, best, -1)
 
 
-def pick(x: jax.Array, index: jax.Array) -> jax.Array:
-  """x[B, V] at index i32[B, T], part by part: integers [B, T]."""
-  b, v = x.shape
-  parts = math.gcd(v, PARTS)
-  size = v // parts
+def _by_part(x: jax.Array, index: jax.Array):
+  """x[B, V, ...] as [B, parts, V / parts, ...]; index i32[B, T] in each part, and whether there.
+
+  Entries of a vocabulary that is split between devices are looked up and changed part by part, each
+  device in its own: XLA may send all of x to every device else.
+  """
+  parts = math.gcd(x.shape[1], PARTS)
+  size = x.shape[1] // parts
   local = index[:, None] - size * jnp.arange(parts)[:, None]  # [B, parts, T]
-  values = jnp.take_along_axis(x.reshape(b, parts, size), jnp.clip(local, 0, size - 1), -1)
-  return jnp.where((local >= 0) & (local < size), values, 0).sum(1, dtype=x.dtype)
+  return x.reshape(x.shape[0], parts, size, *x.shape[2:]), local, (local >= 0) & (local < size)
+
+
+def pick(x: jax.Array, index: jax.Array) -> jax.Array:
+  """x[B, V, ...] at index i32[B, T]: [B, T, ...]."""
+  x, local, here = _by_part(x, index)
+  beyond = (1,) * (x.ndim - 3)
+  values = jnp.take_along_axis(x, jnp.clip(local, 0, x.shape[2] - 1).reshape(*local.shape, *beyond),
+                               2)
+  return jnp.where(here.reshape(*here.shape, *beyond), values, 0).sum(1, dtype=x.dtype)
+
+
+def _at(x: jax.Array, index: jax.Array):
+  """What x.at[row, index i32[B, T]] is for x[B, V], in parts: merge with reshape(B, V)."""
+  x, local, here = _by_part(x, index)
+  slot, part = (jnp.arange(n).reshape(shape) for n, shape in zip(
+      x.shape[:2], ((-1, 1, 1), (1, -1, 1)), strict=True))
+  return x.at[slot, part, jnp.where(here, local, x.shape[2])]
 
 
 def record(s: SlotSampling, emitted: jax.Array, count: jax.Array) -> SlotSampling:
   """Adds emitted i32[B, T] (count[B] of them real) to the token statistics."""
   real = jnp.arange(emitted.shape[1]) < count[:, None]
-  slot = jnp.arange(emitted.shape[0])[:, None]
-  token = jnp.where(real, emitted, s.output_count.shape[1])
+  token = jnp.where(real, emitted, PAD_TOKEN)
   text = jnp.concatenate([s.recent, emitted], 1)
   index = jnp.arange(s.recent.shape[1]) + count[:, None]
-  return s.replace(output_count=s.output_count.at[slot, token].add(1, mode="drop"),
+  count = _at(s.output_count, token).add(1, mode="drop").reshape(s.output_count.shape)
+  return s.replace(output_count=count,
                    recent=jnp.take_along_axis(text, index, axis=1))
