@@ -164,9 +164,10 @@ def inverse_cdf(weight: jax.Array, u: jax.Array) -> jax.Array:
   r, v = weight.shape
   parts = math.gcd(v, PARTS)
   part = v // parts
-  weight = jnp.pad(weight.reshape(r, parts, part), ((0, 0), (0, 0), (0, -part % BLOCK)))
-  per_part = weight.shape[2] // BLOCK
-  weight = weight.reshape(r, parts * per_part, BLOCK)
+  size = min(BLOCK, part)
+  weight = jnp.pad(weight.reshape(r, parts, part), ((0, 0), (0, 0), (0, -part % size)))
+  per_part = weight.shape[2] // size
+  weight = weight.reshape(r, parts * per_part, size)
   upto = jnp.cumsum(weight.sum(-1), -1)  # [R, blocks]
   point = u * upto[:, -1]
   last = (upto < upto[:, -1:]).sum(-1)  # first block to reach the total
@@ -175,9 +176,9 @@ def inverse_cdf(weight: jax.Array, u: jax.Array) -> jax.Array:
   inside = pick(weight, block[:, None])[:, 0]
   beyond = (before[:, None] + jnp.cumsum(inside, -1) > point[:, None]) & (inside > 0)
   # Rounding can leave the point beyond the block's own sum: then its last possible index.
-  final = BLOCK - 1 - jnp.argmax((inside > 0)[:, ::-1], -1)
+  final = size - 1 - jnp.argmax((inside > 0)[:, ::-1], -1)
   index = jnp.where(beyond.any(-1), jnp.argmax(beyond, -1), final)
-  return (block // per_part * part + block % per_part * BLOCK + index).astype(jnp.int32)
+  return (block // per_part * part + block % per_part * size + index).astype(jnp.int32)
 
 
 def _argmax(x: jax.Array) -> jax.Array:
