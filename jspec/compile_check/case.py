@@ -30,7 +30,7 @@ class Case:
   dtype: str = "bfloat16"
   kv_cache_dtype: str = "auto"
   page_size: int = 128
-  attention: str = "kernel"  # "kernel": the platform's own; or one of attention.BACKENDS
+  attention: str = "kernel"  # "kernel": the platform's own; or one of config.ATTENTION_BACKENDS
 
   def __post_init__(self):
     for name in ("batch", "context", "nodes", "page_size"):

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jspec.pallas import block_sizes, tree_bits
+from jspec.pallas import block_sizes, reference, tree_bits
 
 try:
   from jax.experimental.pallas import mosaic_gpu
@@ -100,8 +100,7 @@ def paged_attention(
     interpret: object = False,  # or True, or plgpu.InterpretGPUParams
 ) -> jax.Array:
   """pallas/reference.py's paged_attention."""
-  if k_pages.dtype == jnp.uint16:  # bfloat16 held as bits, see cache.stored_dtype
-    k_pages, v_pages = (lax.bitcast_convert_type(x, jnp.bfloat16) for x in (k_pages, v_pages))
+  k_pages, v_pages = reference.values(k_pages), reference.values(v_pages)
   _refuse(q, k_pages, k_scale, interpret)
   b, n, num_heads, head_dim = q.shape
   num_pages, page_size, _ = k_pages.shape

@@ -21,7 +21,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jspec.pallas import block_sizes, tree_bits
+from jspec.pallas import block_sizes, reference, tree_bits
 
 MASKED = -1e30  # finite, so that exp2(MASKED - max) is 0 and never NaN
 LOG2_E = math.log2(math.e)
@@ -48,8 +48,7 @@ def paged_attention(
 ) -> jax.Array:
   """pallas/reference.py's paged_attention; `interpret`, if it says anything, runs it anywhere."""
   b, n, num_heads, head_dim = q.shape
-  if k_pages.dtype == jnp.uint16:  # bfloat16 held as bits, see cache.stored_dtype
-    k_pages, v_pages = (jax.lax.bitcast_convert_type(x, jnp.bfloat16) for x in (k_pages, v_pages))
+  k_pages, v_pages = reference.values(k_pages), reference.values(v_pages)
   _refuse(q, k_pages, k_scale, v_scale)
   kv_dtype = k_pages.dtype
   if kv_dtype in EIGHT_BITS:  # as bits: Triton has no masked load of a float8

@@ -62,7 +62,7 @@ def paged_attention(
 
   def load(pages, scales, ids, owned):
     """f32 or bf16 [B, K, C, h]; what a slot does not own is 0, as 0 * NaN is NaN."""
-    x = _values(pages[ids]).reshape(b, chunk, num_kv, head_dim).transpose(0, 2, 1, 3)
+    x = values(pages[ids]).reshape(b, chunk, num_kv, head_dim).transpose(0, 2, 1, 3)
     if scales is not None:
       s = scales[ids].transpose(0, 2, 1, 3).reshape(b, num_kv, chunk, 1)
       x = (x.astype(jnp.float32) * s).astype(q.dtype)
@@ -116,7 +116,7 @@ def paged_attention(
   return out.reshape(b, n, num_heads, head_dim).astype(q.dtype)
 
 
-def _values(x: jax.Array) -> jax.Array:
+def values(x: jax.Array) -> jax.Array:
   """Pages held as bits (see cache.init_pages) as the numbers they are."""
   return jax.lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x
 
