@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jspec.config import KV_DTYPES, ModelConfig
-from jspec.types import KVPages, Rows, Verdict
+from jspec.types import KVPages, Rows, Tails, Verdict
 
 NOWHERE = jnp.iinfo(jnp.int32).max  # the page id of what must not be written
 
@@ -115,3 +115,29 @@ def commit(pages: KVPages, page_table: jax.Array, length: jax.Array, verdict: Ve
   both = lambda move, layers: tuple(map(move, layers))
   return KVPages(both(values, pages.k), both(values, pages.v), both(scales, pages.k_scale),
                  both(scales, pages.v_scale))
+
+
+def init_tails(num_pages: int, width: int, feature_width: int) -> Tails:
+  return Tails(jnp.zeros((num_pages, width)), jnp.zeros((num_pages, feature_width)))
+
+
+def write_tails(tails: Tails, page_table: jax.Array, length: jax.Array, count: jax.Array,
+                page_size: int, hidden: jax.Array, feature: jax.Array) -> Tails:
+  """Keeps the rows of those of count[B] tokens from length[B] on that end a page.
+
+  Args:
+    hidden: [B, T, E]. feature: [B, T, F].
+  """
+  step = jnp.arange(hidden.shape[1])
+  page, offset = locate(page_table, length[:, None] + step, page_size)
+  ends = (offset == page_size - 1) & (step < count[:, None])
+  page = jnp.where(ends, page, NOWHERE)
+  put = lambda old, new: old.at[page].set(new.astype(old.dtype), mode="drop")
+  return Tails(put(tails.hidden, hidden), put(tails.feature, feature))
+
+
+def tail_before(tails: Tails, page_table: jax.Array, length: jax.Array, page_size: int) -> Tails:
+  """The rows of the tokens at length - 1, one slot each, where length[B] is whole pages."""
+  last = jnp.maximum(length[:, None] - 1, 0)
+  page = jnp.minimum(locate(page_table, last, page_size)[0][:, 0], tails.hidden.shape[0] - 1)
+  return jax.tree.map(lambda x: jnp.where(length[:, None] > 0, x[page], 0), tails)

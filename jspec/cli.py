@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from jspec import terminal
 from jspec.config import ATTENTION_BACKENDS, DTYPES, KV_DTYPES, NUMERICS
 from jspec.sampling_params import SamplingParams
-from jspec.spec_config import parse_speculative
+from jspec.spec_parse import parse_speculative
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141  # exit codes; the last two are 128 + signal
@@ -92,9 +92,18 @@ def build_parser() -> argparse.ArgumentParser:
   compile_check.set_defaults(run=run_compile_check)
 
   models = commands.add_parser("models", help="list the models known by name")
-  models.add_argument("--json", action="store_true", help="as JSON")
-  models.add_argument("--cache-dir", help="where models are stored")
   models.set_defaults(run=run_models)
+  inspect = models.add_subparsers(metavar="command").add_parser(
+    "inspect", help="what a head or model is, and whether a head fits the target")
+  inspect.add_argument("path", help="folder, file, Hugging Face repo id or a name from the list")
+  inspect.add_argument("--target", metavar="MODEL", default=DEFAULT_MODEL,
+                       help="of which only the config is read (default: %(default)s)")
+  inspect.set_defaults(run=run_inspect)
+  for command in (models, inspect):  # suppressed: a subcommand's default must not undo a flag
+    command.add_argument("--json", action="store_true", help="as JSON",
+                         default=False if command is models else argparse.SUPPRESS)
+    command.add_argument("--cache-dir", help="where models are stored",
+                         default=None if command is models else argparse.SUPPRESS)
   return parser
 
 
@@ -176,7 +185,10 @@ def speculation(arguments: argparse.Namespace) -> tuple[dict[str, Any] | None, d
   named = any((config or {}).get(key) is not None for key in ("method", "model"))
   if not named and "speculative_model" not in older:
     config = {**(config or {}), "method": "ngram"}
-  parse_speculative(config, older)
+  by_model = not (config or {}).get("method") and (
+      (config or {}).get("model") or older.get("speculative_model")) not in (None, "[ngram]")
+  if not by_model:  # else the engine looks into the model to find the method
+    parse_speculative(config, older)
   return config, older
 
 
@@ -243,6 +255,13 @@ def run_models(arguments: argparse.Namespace) -> int:
     state = "present" if row.present else "not fetched yet"
     print(f"{row.name:<{name}}  {state:<15}  {row.description}; licence: {row.licence}")
   print("Also: a folder with config.json, a .gguf file, or a Hugging Face repo id (org/name).")
+  return 0
+
+
+def run_inspect(arguments: argparse.Namespace) -> int:
+  from jspec import inspection  # here: it imports JAX
+  report = inspection.inspect_checkpoint(arguments.path, arguments.target, arguments.cache_dir)
+  print(json.dumps(report, indent=2) if arguments.json else "\n".join(inspection.lines(report)))
   return 0
 
 

@@ -17,6 +17,7 @@ KV_DTYPES = {  # kv_cache_dtype, in vLLM's spelling -> array dtype; "auto" is th
   "fp8_e4m3": "float8_e4m3fn",
   "fp8_e5m2": "float8_e5m2",
 }
+VERIFICATIONS = ("lossless", "block", "lossy_typical", "lossy_synthetic")
 CHUNK_COST = 24  # rows whose arithmetic takes as long as one more pass over the weights
 
 
@@ -95,6 +96,34 @@ class ModelConfig:
   @property
   def scale(self) -> float:
     return self.attn_scale if self.attn_scale is not None else 1.0 / math.sqrt(self.head_dim)
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+  """The rule by which draft tokens are accepted: all but those named lossy keep the target's law.
+
+  "block" is lossless too: chains of sampled drafts are judged as a whole (see verify_block).
+  """
+
+  name: str = "lossless"  # one of VERIFICATIONS
+  posterior_threshold: float = 0.09  # of lossy_typical
+  posterior_alpha: float = 0.3
+  rates: tuple[float, ...] = ()  # of lossy_synthetic: chance that draft token i and all before pass
+
+  def __post_init__(self):
+    if self.name not in VERIFICATIONS:
+      raise ValueError(f"verification {self.name!r} is not one of {VERIFICATIONS}")
+    for name in ("posterior_threshold", "posterior_alpha"):
+      value = getattr(self, name)
+      if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
+        raise ValueError(f"{name} must be a number in (0, 1], got {value!r}")
+    if (self.name == "lossy_synthetic") != bool(self.rates):
+      raise ValueError("synthetic acceptance rates belong to verification 'lossy_synthetic' alone, "
+                       f"got {self.rates} with {self.name!r}")
+    if any(not 0 <= r <= 1 for r in self.rates) or list(self.rates) != sorted(
+        self.rates, reverse=True):
+      raise ValueError("synthetic acceptance rates must lie in [0, 1] and never rise, got "
+                       f"{list(self.rates)}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,7 +32,7 @@ class Engine:
 
   Args:
     params: the target's parameter tree; draft_params: the drafter's.
-    spec: for the draft length by batch size. cost: of the step's widths.
+    spec: for the draft length by batch size and the rule of acceptance. cost: of the step's widths.
     devices: how the model is computed and where its arrays live.
   """
 
@@ -42,11 +42,11 @@ class Engine:
     self.model, self.config, self.spec, self.drafter = model, config, spec, drafter
     self.devices = devices
     self.scheduler = Scheduler(config.max_num_seqs, config.num_pages, config.page_size,
-                               drafter.num_nodes)
+                               drafter.lookahead)
     self._params = {"target": params, "draft": draft_params}
     self._step_config = step.StepConfig(
         model, config.widths or step.default_widths(config.max_num_seqs, drafter.num_nodes),
-        cost, MAX_LOGPROBS, config.numerics == "bitwise", devices.attend)
+        cost, MAX_LOGPROBS, config.numerics == "bitwise", devices.attend, spec.verification)
     self.traces: dict[str, int] = {}  # by compiled function
     self._prefills: dict[int, Any] = {}
     state = lambda key: initial_state(key, model, drafter, config, devices.kv_dtype)
@@ -118,6 +118,8 @@ class Engine:
       for slot, request in list(self.scheduler.running.items()):
         if request.finished:
           self.scheduler.finish(slot)
+          if self.drafter.feed is not None:
+            self.drafter.feed.finished(request.prompt_ids, request.tokens)
       return list(dict.fromkeys([*changed, *running.values()]))
 
     return finish
@@ -127,8 +129,12 @@ class Engine:
       num_steps = 1  # only the host sees a stop string
     # A batch that nobody waits behind is done when its last request is.
     lag = STRAGGLERS if batch and not self.scheduler.waiting else EVERYBODY
-    self._state, out = self._run(self._step_params(len(running), lag), self._state,
-                                 np.int32(num_steps))
+    params = self._step_params(len(running), lag)
+    if self.drafter.feed is not None:
+      texts = [(*r.prompt_ids, *r.tokens) if (r := running.get(slot)) else None
+               for slot in range(self.config.max_num_seqs)]
+      params["draft"] = self.drafter.feed.params(texts)
+    self._state, out = self._run(params, self._state, np.int32(num_steps))
     return out
 
   def _take(self, running: dict[int, Request], out: StepOutput) -> None:
@@ -153,8 +159,8 @@ class Engine:
     depth = self.drafter.max_depth
     draft = depth if params.num_speculative_tokens is None else params.num_speculative_tokens
     fields: dict[str, Any] = dict(  # numpy: every process of a mesh has the same
-        page_table=table, limit=np.int32(request.limit), max_draft=np.int32(draft),
-        key=self._request_key(request),
+        page_table=table, length=np.int32(0), limit=np.int32(request.limit),
+        max_draft=np.int32(draft), key=self._request_key(request),
         sampling=sampling_row(params, request.prompt_ids, request.tokenizer,
                               self.model.vocab_size))
     row = SlotRequest(**fields)
@@ -189,7 +195,10 @@ class Engine:
 
   def compiled_step(self) -> Any:
     """The step, lowered and compiled for the engine's shapes: for memory and cost analysis."""
-    return self._run.lower(self._step_params(1), self._state, np.int32(1)).compile()
+    params = self._step_params(1)
+    if self.drafter.feed is not None:
+      params["draft"] = self.drafter.feed.params([None] * self.config.max_num_seqs)
+    return self._run.lower(params, self._state, np.int32(1)).compile()
 
 
 def initial_state(key: jax.Array, model: ModelConfig, drafter: Drafter, config: EngineConfig,
@@ -197,10 +206,13 @@ def initial_state(key: jax.Array, model: ModelConfig, drafter: Drafter, config: 
   """Empty slots and pages. kv_dtype: of the pages, see cache.stored_dtype."""
   c, b = config, config.max_num_seqs
   zeros = lambda dtype=jnp.int32: jnp.zeros(b, dtype)
+  feature_width = len(drafter.feature_layers) * model.width
   return SpecState(
       pages=cache.init_pages(model, c.num_pages, c.page_size, kv_dtype),
-      page_table=jnp.zeros((b, c.pages_per_slot(drafter.num_nodes)), jnp.int32),
-      length=zeros(), root=zeros(), active=zeros(bool), num_output=zeros(), limit=zeros(),
+      tails=cache.init_tails(c.num_pages, model.width, feature_width),
+      page_table=jnp.zeros((b, c.pages_per_slot(drafter.lookahead)), jnp.int32),
+      length=zeros(), feature=jnp.zeros((b, feature_width)), root=zeros(), active=zeros(bool),
+      num_output=zeros(), limit=zeros(),
       max_draft=zeros(), accepted=zeros(jnp.float32), tested=zeros(jnp.float32) + 1,
       key=jax.random.split(key, b),
       sampling=empty_sampling(b, model.vocab_size, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS),

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,6 +36,7 @@ _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _REPO_FILES = ["config.json", "generation_config.json", "*.safetensors",
                "model.safetensors.index.json", "tokenizer*", "special_tokens_map.json",
                "chat_template.jinja", "vocab.json", "merges.txt", "added_tokens.json"]
+_TORCH_FILES = ["config.json", "pytorch_model*.bin", "*.pt"]  # of heads without safetensors
 _STAMP = "jspec.json"  # written last: a folder without it is not finished
 _STAMP_FORMAT = 1
 _SAMPLE_BYTES, _SAMPLES = 65536, 16
@@ -141,9 +143,19 @@ def read_config(folder: pathlib.Path) -> dict[str, Any]:
   return config
 
 
+def read_model_config(name: str | pathlib.Path,
+                      cache_dir: str | pathlib.Path | None = None) -> ModelConfig:
+  """The config of a model; of a repo id nothing else is fetched."""
+  files = resolve(name, cache_dir, patterns=["config.json"])
+  if files.kind == "gguf":
+    from jspec import gguf
+    return gguf.gguf_config(gguf.read_gguf(files.path))
+  return model_config_from_hf(read_config(files.path))
+
+
 def resolve(name: str | pathlib.Path, cache_dir: str | pathlib.Path | None = None,
-            progress: bool | None = None) -> ModelFiles:
-  """The local files of a model, fetched first if need be."""
+            progress: bool | None = None, patterns: Sequence[str] = _REPO_FILES) -> ModelFiles:
+  """The local files of a model, fetched first if need be: of a repo id, what fits the patterns."""
   text = str(name)
   path = pathlib.Path(text).expanduser()
   if text in DEFAULT_MODELS:
@@ -154,10 +166,22 @@ def resolve(name: str | pathlib.Path, cache_dir: str | pathlib.Path | None = Non
   if path.is_file() and path.suffix == ".gguf":
     return ModelFiles(text, "gguf", path)
   if _REPO_ID.fullmatch(text) and path.suffix != ".gguf" and not path.exists():
-    return ModelFiles(text, "hf", _hugging_face(text))
+    return ModelFiles(text, "hf", _hugging_face(text, patterns))
   what = "not a model file" if path.is_file() else "unknown"
   raise ValueError(f"model {text!r} is {what}: give a folder with config.json, a .gguf file, a "
                    f"Hugging Face repo id (org/name), or one of {', '.join(DEFAULT_MODELS)}")
+
+
+def resolve_head(name: str | pathlib.Path) -> pathlib.Path:
+  """The folder of a drafting head (or model), or its one file; a repo id is fetched first."""
+  path = pathlib.Path(name).expanduser()
+  if path.exists():
+    return path
+  if _REPO_ID.fullmatch(str(name)):
+    folder = _hugging_face(str(name), _REPO_FILES)
+    return folder if any(folder.glob("*.safetensors")) else _hugging_face(str(name), _TORCH_FILES)
+  raise ValueError(f"checkpoint {str(name)!r} is unknown: give a folder, a .safetensors, .bin or "
+                   ".pt file, or a Hugging Face repo id (org/name)")
 
 
 def list_models(cache_dir: str | pathlib.Path | None = None) -> list[ModelRow]:
@@ -173,11 +197,11 @@ def cache_folder(cache_dir: str | pathlib.Path | None) -> pathlib.Path:
   return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jspec"
 
 
-def _hugging_face(repo_id: str) -> pathlib.Path:
+def _hugging_face(repo_id: str, patterns: Sequence[str]) -> pathlib.Path:
   import huggingface_hub  # here: slow to import, and only repo ids need it
   from huggingface_hub import errors
   try:
-    return pathlib.Path(huggingface_hub.snapshot_download(repo_id, allow_patterns=_REPO_FILES))
+    return pathlib.Path(huggingface_hub.snapshot_download(repo_id, allow_patterns=list(patterns)))
   except errors.GatedRepoError:
     raise ValueError(f"model {repo_id!r} is gated: accept its terms on huggingface.co and log in "
                      "with `hf auth login`") from None

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
-from jspec import hub
+from jspec import heads, hub
 from jspec.config import EngineConfig, ModelConfig
-from jspec.drafters import DRAFTERS, DrafterSetup
+from jspec.drafters import Drafter, DrafterSetup, build
 from jspec.engine import MAX_STEPS, Engine, check_request, engine_config
 from jspec.outputs import RequestOutput, Timing
 from jspec.placement import Placement, check_attention, place
@@ -25,7 +25,7 @@ from jspec.request import Request
 from jspec.sampling_params import SamplingParams
 from jspec.sharding import place_params
 from jspec.slot_sampling import check_bad_words
-from jspec.spec_config import parse_speculative
+from jspec.spec_parse import parse_speculative
 from jspec.weights import Placer
 
 Prompt = str | Sequence[int]
@@ -74,7 +74,8 @@ class LLM:
                cache_dir: str | pathlib.Path | None = None, progress: bool | None = None,
                **older_flags: Any):
     self.speculative = parse_speculative(
-        dict(speculative_config) if speculative_config is not None else None, older_flags)
+        dict(speculative_config) if speculative_config is not None else None, older_flags,
+        lambda name: heads.detect_method(name, cache_dir))
     if dtype == "auto":
       dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     fields: dict[str, Any] = dict(
@@ -85,12 +86,12 @@ class LLM:
     # Refuse bad values before a model is loaded.
     placements = place(EngineConfig(**fields), jax.default_backend(),
                        self.speculative.draft_tensor_parallel_size)
-    if self.speculative.num_speculative_tokens >= page_size:
-      raise ValueError(f"num_speculative_tokens={self.speculative.num_speculative_tokens} must be "
-                       f"smaller than {page_size=}: the tokens of a step must fit a page")
     _use_compilation_cache(cache_dir)
     self._load = lambda name, placer: hub.load_model(
         name, dtype=dtype, cache_dir=cache_dir, progress=progress, placer=placer)
+    self._load_head = lambda name, method, put: heads.load_head(
+        name, self.config, method=method, dtype=dtype, cache_dir=cache_dir, progress=progress,
+        put=put)
     self.loaded = _placed(model, placements[0].target) if isinstance(
         model, hub.LoadedModel) else self._load(model, placements[0].target)
     self.config: ModelConfig = self.loaded.config
@@ -111,16 +112,29 @@ class LLM:
     params = _placed(self.loaded, devices.target).params
     bitwise = fields["numerics"] == "bitwise"
     setup = DrafterSetup(
-        self.speculative, self.config, fields["max_model_len"], fields["page_size"],
-        devices.kv_dtype, bitwise, devices.draft_attend,
-        lambda name: self._load_draft(name, devices.draft))
-    drafter, draft_params = DRAFTERS[self.speculative.method](setup)
+        spec=self.speculative, target=self.config, max_model_len=fields["max_model_len"],
+        page_size=fields["page_size"], kv_dtype=devices.kv_dtype, dtype=fields["dtype"],
+        bitwise=bitwise, attend=devices.draft_attend,
+        load_draft=lambda name: self._load_draft(name, devices.draft),
+        load_head=lambda name: self._load_head(
+            name, self.speculative.parts[-1], devices.head),
+        target_params=params)
+    drafter, draft_params = build(setup)
+    self.speculative = dataclasses.replace(
+        self.speculative, num_speculative_tokens=drafter.max_depth)
+    self._check_rule(drafter)
     cost = ACCELERATOR_COST if jax.default_backend() != "cpu" else cpu_cost(
         self.config, fields["dtype"] == "float32" and not bitwise)
-    config = engine_config(self.config, drafter.num_nodes, **fields)
-    check_attention(devices.attend, self.config, config, devices.kv_dtype, drafter.num_nodes)
+    config = engine_config(self.config, drafter.lookahead, **fields)
+    check_attention(devices.attend, self.config, config, devices.kv_dtype, drafter.lookahead)
     return Engine(self.config, params, drafter, draft_params, config, self.speculative, cost,
                   devices)
+
+  def _check_rule(self, drafter: Drafter) -> None:
+    rates = self.speculative.verification.rates
+    if rates and len(rates) != drafter.max_depth:
+      raise ValueError(f"there are {len(rates)} synthetic acceptance rates, but drafts are up to "
+                       f"{drafter.max_depth} tokens deep")
 
   def _load_draft(self, name: str | None, placer: Placer) -> tuple[ModelConfig, Any]:
     draft = _placed(self.loaded, placer) if name == self.loaded.name else self._load(name, placer)

@@ -97,8 +97,16 @@ def _lookup(table: jax.Array, token: jax.Array, parts: int) -> jax.Array:
 
 def blocks(layers, config: ModelConfig, x, position, mask, rows: Rows, pages: KVPages, page_table,
            length, *, attend: Attend = reference.paged_attention, is_chain=False, bitwise=False,
-           taps: tuple[int, ...] = ()):
-  """The decoder layers alone, for drafters that bring their own input x[R, E]."""
+           taps: tuple[int, ...] = (), attn_input: jax.Array | None = None, first_visible: int = 0):
+  """The decoder layers alone, for drafters that bring their own input x[R, E].
+
+  Args:
+    attn_input: [R, any width], what the first layer's q, k and v are computed from, unnormed; by
+      default x through the layer's attn_norm.
+    first_visible: positions below it are never attended to.
+
+  Returns x after the layers, {layer: x before it} for the taps, and the pages.
+  """
   seen = {}
   computed = rows.of_node < rows.slot.shape[0]
   ancestors = tree_bits.pack(mask & computed[:, :, None])
@@ -111,7 +119,8 @@ def blocks(layers, config: ModelConfig, x, position, mask, rows: Rows, pages: KV
       seen[i] = x
     sliding = i in config.sliding_layers
     with jax.named_scope("attention"):
-      y = norm(x, layer["attn_norm"], config, bitwise)
+      y = attn_input if i == 0 and attn_input is not None else norm(
+          x, layer["attn_norm"], config, bitwise)
       q, k, v = (dense(y, layer[name], bitwise) for name in "qkv")
       q, k = (_heads(a, layer.get(f"{name}_norm"), config, angles[sliding], bitwise)
               for a, name in ((q, "q"), (k, "k")))
@@ -123,7 +132,7 @@ def blocks(layers, config: ModelConfig, x, position, mask, rows: Rows, pages: KV
       y = _unpacked(q, rows, config)
       y = attend(y, k_pages, v_pages, page_table, length, ancestors, scale=config.scale,
                  soft_cap=config.attn_soft_cap, window=config.window if sliding else None,
-                 is_chain=is_chain, k_scale=k_scale, v_scale=v_scale)
+                 first_visible=first_visible, is_chain=is_chain, k_scale=k_scale, v_scale=v_scale)
       y = y.reshape(*y.shape[:2], -1)[rows.slot, rows.node]
       y = dense(y, layer["o"], bitwise)
       if config.post_norms:

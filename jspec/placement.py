@@ -48,6 +48,11 @@ class Placement:
     """The same for a draft model."""
     return self._held(config, self.draft_tp, "the draft model")
 
+  @property
+  def head(self) -> Place:
+    """How to put a head's parameters on the devices: whole on each."""
+    return on_device if self.mesh is None else sharding.replicator(self.mesh)
+
   def _held(self, config: ModelConfig, tp: int, role: str) -> tuple[ModelConfig, Place]:
     held = sharding.split_config(config, tp, role)
     return held, on_device if self.mesh is None else sharding.placer(self.mesh, config, tp)

@@ -10,7 +10,7 @@ import numpy as np
 
 from jspec import tree
 from jspec.attention import Attend
-from jspec.config import ModelConfig
+from jspec.config import ModelConfig, Verification
 from jspec.pallas import reference
 from jspec.types import Committed, DraftTree, SpecState, Verdict
 
@@ -57,6 +57,7 @@ class StepConfig:
   max_logprobs: int = 20
   bitwise: bool = False
   attend: Attend = reference.paged_attention
+  verification: Verification = Verification()
 
 
 def default_widths(num_slots: int, num_nodes: int) -> tuple[tuple[int, int], ...]:

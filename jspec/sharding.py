@@ -91,13 +91,21 @@ def placer(mesh: Mesh, config: ModelConfig, tp: int) -> Place:
       heads = array.reshape(*array.shape[:-1], config.num_kv_heads, config.head_dim)
       xp = jnp if isinstance(array, jax.Array) else np
       array = xp.repeat(heads, repeats, axis=-2).reshape(*array.shape[:-1], -1)
-    sharding = NamedSharding(mesh, param_spec(path, array.shape, tp))
-    if isinstance(array, jax.Array) and (array.sharding == sharding or jax.process_count() == 1):
-      return jax.device_put(array, sharding)
-    array = np.asarray(array)
-    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+    return _put(array, NamedSharding(mesh, param_spec(path, array.shape, tp)))
 
   return place
+
+
+def replicator(mesh: Mesh) -> Place:
+  """place(path, array): whole on every device."""
+  return lambda path, array: _put(array, NamedSharding(mesh, P()))
+
+
+def _put(array: Any, sharding: NamedSharding) -> jax.Array:
+  if isinstance(array, jax.Array) and (array.sharding == sharding or jax.process_count() == 1):
+    return jax.device_put(array, sharding)
+  array = np.asarray(array)
+  return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
 def place_params(params: Any, place: Place) -> Any:

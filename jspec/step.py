@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jspec import cache, model, sampling, tree
 from jspec.control import run_if
 from jspec.drafters.base import Drafter
+from jspec.judge import judge
 from jspec.plan import PRIOR, StepConfig, learned, plan
 from jspec.plan import default_widths as default_widths
 from jspec.step_output import append, describe, empty_output
@@ -24,14 +25,12 @@ from jspec.types import (
   Committed,
   DraftTree,
   FirstToken,
-  KVPages,
   SlotRequest,
   Slots,
   SpecState,
   StepOutput,
   Verdict,
 )
-from jspec.verify import verify, verify_point_mass
 
 
 def make_step(config: StepConfig, drafter: Drafter) -> Callable:
@@ -88,7 +87,9 @@ def make_prefill(config: StepConfig, drafter: Drafter, num_tokens: int) -> Calla
   """prefill(params, state, slot, token i32[T + 1], count, is_last) -> (state, FirstToken).
 
   One chunk of one slot's prompt: a chain whose tokens are all accepted. token[count] is the next
-  chunk's first token; after the last chunk the first output token is drawn instead.
+  chunk's first token; after the last chunk the first output token is drawn instead. A last chunk
+  may be empty where whole pages were there already: then the first token is drawn from what the
+  last page kept.
   """
   c = config.model
 
@@ -99,8 +100,14 @@ def make_prefill(config: StepConfig, drafter: Drafter, num_tokens: int) -> Calla
     hidden, feature, pages = model.forward(
         params["target"], c, token[None, :-1], mask, rows, state.pages, slots.page_table,
         slots.length, attend=config.attend, is_chain=True, feature_layers=drafter.feature_layers)
-    state = state.replace(pages=pages)
-    end = jnp.take_along_axis(hidden, (count - 1)[None, None], axis=0)
+    feature = feature.astype(jnp.float32)
+    page_size = pages.k[0].shape[1]
+    kept = cache.tail_before(state.tails, slots.page_table, slots.length, page_size)
+    state = state.replace(pages=pages, tails=cache.write_tails(
+        state.tails, slots.page_table, slots.length, count[None], page_size, hidden[None],
+        feature[None]))
+    end = jnp.take_along_axis(hidden, jnp.maximum(count - 1, 0)[None, None], axis=0)
+    end = jnp.where(count > 0, end, kept.hidden.astype(end.dtype))
     state, first = run_if(
         is_last, lambda carry: _emit_first(params, carry[0], slot, count, end, config),
         (state, _no_token(token[count], config.max_logprobs)))
@@ -108,16 +115,20 @@ def make_prefill(config: StepConfig, drafter: Drafter, num_tokens: int) -> Calla
     committed = Committed(token[None, :-1], jnp.where(at_end, first.token, token[1:])[None],
                           feature[None], count[None])
     draft = drafter.observe(params["draft"], state.draft, slots, committed)
-    return state.replace(draft=draft, length=state.length.at[slot].add(count)), first
+    return state.replace(draft=draft, length=state.length.at[slot].add(count),
+                         feature=state.feature.at[slot].set(_last(committed, slots)[0])), first
 
   return prefill
 
 
 def admit(state: SpecState, slot: jax.Array, request: SlotRequest) -> SpecState:
-  """Puts a request into a slot; prefill follows."""
+  """Puts a request into a slot; prefill of what request.length leaves of the prompt follows."""
   put = lambda old, new: old.at[slot].set(new)
+  kept = cache.tail_before(state.tails, request.page_table[None], request.length[None],
+                           state.pages.k[0].shape[1])
   return state.replace(
-      page_table=put(state.page_table, request.page_table), length=put(state.length, 0),
+      page_table=put(state.page_table, request.page_table),
+      length=put(state.length, request.length), feature=put(state.feature, kept.feature[0]),
       active=put(state.active, False), num_output=put(state.num_output, 0),
       limit=put(state.limit, request.limit), max_draft=put(state.max_draft, request.max_draft),
       accepted=put(state.accepted, PRIOR[0]), tested=put(state.tested, PRIOR[1]),
@@ -136,7 +147,15 @@ def release(state: SpecState, slot: jax.Array) -> SpecState:
 def _slots(state: SpecState, index: jax.Array) -> Slots:
   length = state.length[index]
   keys = sampling.fold_keys(state.key[index], length + 1, sampling.DRAFT)
-  return Slots(index, state.page_table[index], length, state.sampling.temperature[index], keys)
+  return Slots(index, state.page_table[index], length, state.sampling.temperature[index], keys,
+               state.feature[index])
+
+
+def _last(committed: Committed, slots: Slots) -> jax.Array:
+  """f32[B, F], the feature at the end of what was committed."""
+  at = jnp.maximum(committed.count - 1, 0)[:, None, None]
+  last = jnp.take_along_axis(committed.feature, at, 1)[:, 0]
+  return jnp.where(committed.count[:, None] > 0, last, slots.feature)
 
 
 def _all_slots(state: SpecState) -> Slots:
@@ -184,41 +203,25 @@ def _advance(params, proposal: DraftTree, draft: DraftTree, keep, num_rows: int,
         feature_layers=drafter.feature_layers)
     logits = model.logits(params["target"], config.model, hidden, config.bitwise)
   with jax.named_scope("verify"):
-    verdict = _judge(logits, draft, mask, rows, state, drafter)
+    verdict = judge(logits, draft, mask, rows, state, drafter.sampled, config.verification)
     verdict = verdict.replace(path=verdict.path[:, :drafter.max_depth + 1])
   with jax.named_scope("commit"):
     if not drafter.is_chain:
       pages = cache.commit(pages, state.page_table, state.length, verdict)
     committed, finished = _cut(draft, verdict, feature, rows, state)
+    row = tree.along_path(rows.of_node, verdict.path)
+    tails = cache.write_tails(
+        state.tails, state.page_table, state.length, committed.count, pages.k[0].shape[1],
+        jnp.take(hidden, row, axis=0, mode="clip"), committed.feature)
     output = describe(output, logits, config.model.vocab_parts, rows, verdict, committed, keep,
                       finished, state)
   with jax.named_scope("observe"):
-    draft_state = drafter.observe(params["draft"], state.draft, _all_slots(state), committed)
-    state = _update(state, pages, draft_state, proposal, draft, verdict, committed, finished)
+    slots = _all_slots(state)
+    draft_state = drafter.observe(params["draft"], state.draft, slots, committed)
+    state = state.replace(pages=pages, tails=tails, draft=draft_state,
+                          feature=_last(committed, slots))
+    state = _update(state, proposal, draft, verdict, committed, finished)
   return state, output
-
-
-def _judge(logits, draft: DraftTree, mask, rows, state: SpecState, drafter: Drafter) -> Verdict:
-  n = draft.token.shape[1]
-  context = sampling.node_context(draft, rows, mask)
-  if not drafter.sampled:
-    position = state.length[rows.slot] + context.depth + 1
-    u = sampling.uniforms(state.key[rows.slot], position, sampling.TARGET)
-    choice = sampling.choose(logits, state.sampling, state.num_output, state.active, context, u)
-    choice = jnp.take(choice, rows.of_node, mode="fill", fill_value=0)
-    return verify_point_mass(draft, choice, mask)
-  scores = sampling.target_scores(logits, state.sampling, state.num_output, context)
-  ahead = state.length[:, None] + jnp.arange(1, n + 1)
-  position = state.length[:, None] + mask.sum(-1) - 1
-  draw = lambda key, at: jax.vmap(jax.random.uniform)(sampling.fold_keys(
-      jnp.broadcast_to(key, at.shape), at, sampling.TARGET))
-  u_bonus = jax.vmap(draw)(state.key, ahead)
-  accept_keys = jax.vmap(lambda key, at: sampling.fold_keys(
-      jnp.broadcast_to(key, at.shape), at, sampling.ACCEPT))(state.key, position)
-  # Siblings share a position: the node number sets their coins apart.
-  u_accept = jax.vmap(jax.vmap(lambda key, i: jax.random.uniform(jax.random.fold_in(key, i))),
-                      (0, None))(accept_keys, jnp.arange(n))
-  return verify(draft, scores, rows.of_node, u_accept, u_bonus)
 
 
 def _cut(draft: DraftTree, verdict: Verdict, feature, rows, state: SpecState):
@@ -235,17 +238,17 @@ def _cut(draft: DraftTree, verdict: Verdict, feature, rows, state: SpecState):
   finished = (stops & (step < count[:, None])).any(1) | (
       state.num_output + count >= state.limit)
   row = tree.along_path(rows.of_node, verdict.path)
-  feature = jnp.take(feature, row, axis=0, mode="fill", fill_value=0)
+  feature = jnp.take(feature, row, axis=0, mode="clip").astype(jnp.float32)
   return Committed(token, next_token, feature, count), finished & state.active
 
 
-def _update(state: SpecState, pages: KVPages, draft_state, proposal: DraftTree, draft: DraftTree,
-            verdict: Verdict, committed: Committed, finished) -> SpecState:
+def _update(state: SpecState, proposal: DraftTree, draft: DraftTree, verdict: Verdict,
+            committed: Committed, finished) -> SpecState:
   count = committed.count
   last = jnp.take_along_axis(committed.next_token, jnp.maximum(count - 1, 0)[:, None], 1)[:, 0]
   accepted, tested = learned(state, proposal, draft, verdict, committed)
   return state.replace(
-      pages=pages, draft=draft_state, length=state.length + count,
+      length=state.length + count,
       root=jnp.where(count > 0, last, state.root), active=state.active & ~finished,
       num_output=state.num_output + count, accepted=accepted, tested=tested,
       sampling=sampling.record(state.sampling, committed.next_token, count))

@@ -4,11 +4,54 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jspec.types import NO_PARENT, Rows
+
+
+class Shape(NamedTuple):
+  """A static tree whose nodes are ranks: child 0 is the likeliest token after its parent."""
+
+  parents: tuple[int, ...]  # breadth-first, root first
+  rank: tuple[int, ...]  # 0 for the root
+
+  @property
+  def num_nodes(self) -> int:
+    return len(self.parents)
+
+  @property
+  def depth(self) -> tuple[int, ...]:
+    return depths(self.parents)
+
+  @property
+  def max_depth(self) -> int:
+    return max(self.depth)
+
+  @property
+  def is_chain(self) -> bool:
+    return self.num_nodes == self.max_depth + 1
+
+  def children(self, node: int) -> tuple[int, ...]:
+    return tuple(i for i, p in enumerate(self.parents) if p == node)
+
+
+def shape_of(paths: Sequence[Sequence[int]]) -> Shape:
+  """The tree of Medusa-style choices: each path holds a rank for every depth."""
+  ordered = sorted((tuple(p) for p in paths), key=lambda p: (len(p), p))
+  return Shape(from_paths(ordered), (0, *(p[-1] for p in ordered)))
+
+
+def paths_of_widths(widths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+  """The choices of the tree whose nodes at depth d have widths[d] children each."""
+  paths: list[tuple[int, ...]] = []
+  frontier: list[tuple[int, ...]] = [()]
+  for width in widths:
+    frontier = [(*p, rank) for p in frontier for rank in range(width)]
+    paths += frontier
+  return tuple(paths)
 
 
 def chain(num_draft: int) -> tuple[int, ...]:

@@ -1,7 +1,8 @@
 """Every pytree that crosses a module. No logic.
 
 Letters: B slots, N tree nodes, D max depth, R packed rows, T tokens, V vocabulary, E width,
-F feature width, L layers, H query heads, K kv heads, h head dim, P pages, S page size.
+F feature width (0 where the drafter takes none), L layers, H query heads, K kv heads, h head dim,
+P pages, S page size.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ class Slots(flax.struct.PyTreeNode):
   length: jax.Array  # i32[B], tokens whose KV is committed
   temperature: jax.Array  # f32[B], 0 is greedy
   key: jax.Array  # key[B], already folded by position and the draft role
+  feature: jax.Array  # f32[B, F], target features at length - 1; 0 where length is 0
 
 
 class Committed(flax.struct.PyTreeNode):
@@ -71,8 +73,18 @@ class Committed(flax.struct.PyTreeNode):
 
   token: jax.Array  # i32[B, T]
   next_token: jax.Array  # i32[B, T], what followed each of them
-  feature: jax.Array  # [B, T, F], target features at each of them
+  feature: jax.Array  # f32[B, T, F], target features at each of them
   count: jax.Array  # i32[B], how many of the T are real
+
+
+class Tails(flax.struct.PyTreeNode):
+  """What it takes to go on after a page without computing any of it again.
+
+  Of the last token of each full page.
+  """
+
+  hidden: jax.Array  # f32[P, E], the target's final hidden state
+  feature: jax.Array  # f32[P, F], the drafter's features
 
 
 class SlotSampling(flax.struct.PyTreeNode):
@@ -99,8 +111,10 @@ class SpecState(flax.struct.PyTreeNode):
   """All that a speculation step reads and writes. Donated to it."""
 
   pages: KVPages
+  tails: Tails
   page_table: jax.Array  # i32[B, max_pages]
   length: jax.Array  # i32[B], tokens whose KV is committed
+  feature: jax.Array  # f32[B, F], target features at length - 1, see Slots
   root: jax.Array  # i32[B], last emitted token, KV not yet written
   active: jax.Array  # bool[B]
   num_output: jax.Array  # i32[B], emitted tokens, root included
@@ -145,6 +159,7 @@ class SlotRequest(flax.struct.PyTreeNode):
   """One request as it enters a slot: a row of each field of SpecState that it decides."""
 
   page_table: jax.Array  # i32[max_pages]
+  length: jax.Array  # i32[], whole pages whose contents are there already, in tokens
   limit: jax.Array  # i32[]
   max_draft: jax.Array  # i32[]
   key: jax.Array  # key[]

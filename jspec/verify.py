@@ -9,9 +9,15 @@ drawn in the end.
 Where every q is a point mass the same law has a simpler form: draw y from p, and follow the child
 that holds y if there is one. Then the emitted text is a function of the request's random numbers
 alone: with or without drafts, a seed gives the same text, token for token.
+
+`verify_block` (Sun et al. 2024, "Block Verification Accelerates Speculative Decoding", alg. 2) is
+lossless, too: it accepts as many tokens of a sampled chain as any rule can. Rules that change the
+law are in verify_lossy.py.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -100,6 +106,47 @@ def verify(draft: DraftTree, scores: jax.Array, of_node: jax.Array, u_accept: ja
       visit, start, jnp.arange(1, num_nodes, dtype=jnp.int32))
   p = jnp.where(refused[:, None], rest, p_after(current))
   return Verdict(path, depth, sampling.inverse_cdf(p, u_bonus[slot, depth]))
+
+
+def verify_block(draft: DraftTree, scores: jax.Array, of_node: jax.Array, u_accept: jax.Array,
+                 u_bonus: jax.Array) -> Verdict:
+  """Judges a sampled chain as a whole; arguments as in `verify`.
+
+  Carries w_i = min(1, w_(i-1) p(x_i) / q(x_i)), which a later, likelier token can make good again.
+  The prefix of i tokens passes with probability h_i; the longest one that passes is accepted, and
+  the bonus token is drawn from norm(max(w_i p - q, 0)).
+  """
+  b, num_nodes = draft.token.shape
+  slot = jnp.arange(b)
+  used = draft.parent != NO_PARENT  # [B, N], a chain: the used nodes come first
+  one = jnp.ones(b, scores.dtype)
+  q_probs: Any = draft.q_probs
+
+  def visit(carry, i):
+    w, accepted, rest = carry  # rest: f32[B, V], the law of the bonus token there
+    row = jnp.minimum(of_node[:, i], scores.shape[0] - 1)
+    p = jax.nn.softmax(scores[row])
+    following = jnp.minimum(i + 1, num_nodes - 1)
+    goes_on = (i + 1 < num_nodes) & used[:, following]
+    q = q_probs[:, following]
+    excess = jnp.maximum(w[:, None] * p - q, 0)
+    total = excess.sum(-1)
+    # Nothing in excess at w = 1 means p = q: what follows passes anyway.
+    passes = jnp.where(total > 0, total / jnp.where(total > 0, total + 1 - w, 1), w >= 1)
+    passes = jnp.where(goes_on, passes, w)
+    here = (i == 0) | (used[:, i] & (u_accept[:, i] < passes))
+    left = jnp.where((goes_on & (total > 0))[:, None], excess / jnp.where(total > 0, total, 1)[
+        :, None], p)
+    x = draft.token[:, following]
+    ratio = p[slot, x] / jnp.where(q[slot, x] > 0, q[slot, x], 1)
+    return (jnp.where(goes_on, jnp.minimum(1, w * ratio), w), jnp.where(here, i, accepted),
+            jnp.where(here[:, None], left, rest)), None
+
+  start = one, jnp.zeros(b, jnp.int32), jnp.zeros((b, scores.shape[1]), scores.dtype)
+  (_, accepted, rest), _ = jax.lax.scan(visit, start, jnp.arange(num_nodes, dtype=jnp.int32))
+  path = jnp.broadcast_to(jnp.arange(num_nodes, dtype=jnp.int32), (b, num_nodes))
+  path = jnp.where(path <= accepted[:, None], path, 0)
+  return Verdict(path, accepted, sampling.inverse_cdf(rest, u_bonus[slot, accepted]))
 
 
 def residual(p: jax.Array, q: jax.Array) -> jax.Array:

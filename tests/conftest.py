@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import pathlib
 
 # Before jax starts: eight devices for what needs several. All else runs on the first.
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""),
@@ -12,9 +13,15 @@ os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""),
 import jax
 import pytest
 import tiny
+import tiny_cases
 import tiny_llm
 
 from jspec import hub
+
+# Several files run the same programs: what one has compiled the others load.
+CACHE = pathlib.Path(__file__).parent.parent / ".pytest_cache" / "jax"
+jax.config.update("jax_compilation_cache_dir", str(CACHE))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
 @pytest.fixture(scope="session")
@@ -28,7 +35,7 @@ def forget_compiled_programs():
   """Each compiled program holds memory maps, of which a process may have some 65,000."""
   yield
   jax.clear_caches()
-  for module in (tiny, tiny_llm):  # what they keep would have to be compiled again
+  for module in (tiny, tiny_cases, tiny_llm):  # what they keep would have to be compiled again
     for kept in vars(module).values():
       if hasattr(kept, "cache_clear"):
         kept.cache_clear()

@@ -11,7 +11,7 @@ import tokenizers.models
 from jspec.config import EngineConfig
 from jspec.outputs import CompletionOutput, RequestOutput, SpeculativeStats, Timing
 from jspec.sampling_params import SamplingParams
-from jspec.spec_config import parse_speculative
+from jspec.spec_parse import parse_speculative
 from jspec.tokenizer import _BYTE_OF, Tokenizer
 
 TEMPLATE = ("{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}\n{% endfor %}"

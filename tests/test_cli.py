@@ -8,10 +8,13 @@ import pathlib
 import subprocess
 import sys
 
+import head_checkpoints as hc
+import jax
+import numpy as np
 import pytest
 from fake_llm import FakeLLM
 
-from jspec import cli, terminal
+from jspec import cli, heads, hub, terminal
 
 GOLDENS = pathlib.Path(__file__).parent / "goldens" / "smollm2.json"
 
@@ -51,7 +54,7 @@ def refused(capsys, argv: list[str]) -> str:
   (["generate", "hi", "--speculative-config", "{"], "not valid JSON"),
   (["generate", "hi", "--speculative-config", "[1]"], "must be a JSON object"),
   (["generate", "hi", "--speculative-config", '{"metod": "ngram"}'], "unknown key"),
-  (["generate", "hi", "--speculative-config", '{"method": "eagle"}'], "doesn't have yet"),
+  (["generate", "hi", "--speculative-config", '{"method": "eagle"}'], "needs a model"),
   (["generate", "hi", "--num-speculative-tokens", "0"], ">= 1, got 0"),
   (["generate", "hi", "--no-speculation", "--num-speculative-tokens", "3"], "contradicts"),
   (["generate", "hi", "--page-size", "0"], "--page-size must be >= 1, got 0"),
@@ -91,8 +94,6 @@ def test_bad_files_and_stdin_are_refused(monkeypatch, capsys, tmp_path):
 def test_the_engine_refuses_before_any_work(capsys, smollm2, monkeypatch):
   assert "model 'no-such-model' is unknown" in refused(
     capsys, ["generate", "hi", "--model", "no-such-model"])
-  message = refused(capsys, ["generate", "hi", "--num-speculative-tokens", "8", "--page-size", "8"])
-  assert "num_speculative_tokens=8 must be smaller than page_size=8" in message
   monkeypatch.setattr(terminal, "warm_up", lambda *_: pytest.fail("ran the model"))
   argv = ["generate", "word " * 200, "--max-model-len", "64"]
   assert "max_model_len=64 allows at most 63" in refused(capsys, argv)
@@ -250,6 +251,76 @@ def test_models_are_listed(capsys, tmp_path):
   assert cli.main(["models", "--json", "--cache-dir", str(tmp_path)]) == 0
   rows = json.loads(capsys.readouterr().out)
   assert rows[0]["name"] == cli.DEFAULT_MODEL and rows[0]["present"] is False
+
+
+def inspected(capsys, argv: list[str]) -> dict:
+  assert cli.main(["models", "inspect", *argv, "--json"]) == 0
+  return json.loads(capsys.readouterr().out)
+
+
+def small_target(folder: pathlib.Path, **changes) -> str:
+  """A model's folder that has nothing but a config."""
+  folder.mkdir()
+  (folder / "config.json").write_text(json.dumps({
+    "model_type": "llama", "vocab_size": hc.V, "hidden_size": hc.E, "num_hidden_layers": hc.L,
+    "num_attention_heads": 4, "intermediate_size": 24, **changes}))
+  return str(folder)
+
+
+def test_inspect_says_what_a_head_is_and_whether_it_fits(capsys, tmp_path, monkeypatch):
+  monkeypatch.setattr(heads, "_read", lambda *_: pytest.fail("read weights"))
+  folder = str(hc.write(hc.eagle3(np.float16), tmp_path / "head", "pytorch_model.bin"))
+  target = small_target(tmp_path / "target")
+  report = inspected(capsys, [folder, "--target", target])
+  assert (report["kind"], report["method"], report["format"]) == ("head", "eagle3", "EAGLE-3")
+  assert report["taps"] == [2, 4, 5] and report["draft_vocab_size"] == hc.VD
+  assert report["config"]["layer.width"] == hc.E and report["dtypes"] == ["float16"]
+  numbers = (48 * 16 + 32 * (32 + 16 + 16) + 16 * 32 + 3 * 16 * 24 + 4 * 16 + 12 * 16)
+  assert (report["parameters"], report["bytes"]) == (numbers, 2 * numbers)
+  assert report["shared_with_target"] == ["embedding"]
+  assert report["fits"] is True and report["misfit"] is None
+  other = small_target(tmp_path / "other", hidden_size=32)
+  report = inspected(capsys, [folder, "--target", other])
+  assert report["fits"] is False
+  assert report["misfit"] == "this head is for targets of width 16, the target has 32"
+  assert cli.main(["models", "inspect", folder, "--target", other]) == 0
+  out = capsys.readouterr().out
+  assert f"{folder}: a head for method 'eagle3', format EAGLE-3\n" in out
+  assert f"{other}: this head is for targets of width 16, the target has 32" in out
+
+
+@pytest.mark.parametrize("checkpoint, shared", [
+  (hc.medusa(own_head=False), ["lm_head"]), (hc.medusa(), []), (hc.mlp_speculator(), []),
+  (hc.eagle(), ["embedding", "lm_head"]), (hc.speculators(embed=True), [])])
+def test_inspect_says_what_a_head_shares(capsys, tmp_path, checkpoint, shared):
+  folder = str(hc.write(checkpoint, tmp_path / "head"))
+  report = inspected(capsys, [folder, "--target", small_target(tmp_path / "target")])
+  assert report["method"] == checkpoint.method and report["fits"]
+  assert report["shared_with_target"] == shared
+
+
+def test_inspect_knows_plain_models(capsys, smollm2):
+  for name in (cli.DEFAULT_MODEL, str(hub.resolve(cli.DEFAULT_MODEL).path)):
+    report = inspected(capsys, [name])
+    assert (report["kind"], report["method"]) == ("model", None)
+    assert report["config"]["width"] == smollm2.config.width
+    assert report["parameters"] == sum(leaf.size for leaf in jax.tree.leaves(smollm2.params))
+    assert report["bytes"] == 4 * report["parameters"] and report["dtypes"] == ["float32"]
+  report = inspected(capsys, [str(hub.cache_folder(None) / f"{cli.DEFAULT_MODEL}.gguf")])
+  assert report["format"] == "GGUF" and "Q4_1" in report["dtypes"]
+
+
+def test_inspect_refuses_bad_paths_and_damage_in_one_sentence(capsys, tmp_path):
+  inspect = ["models", "inspect"]
+  assert "checkpoint 'no-such' is unknown" in refused(capsys, [*inspect, "no-such"])
+  assert "has no .safetensors" in refused(capsys, [*inspect, str(tmp_path)])
+  hc.write_torch(tmp_path / "x.pt", {"a": np.ones(2, np.float32)})
+  assert "no drafting head that jspec knows" in refused(capsys, [*inspect, str(tmp_path / "x.pt")])
+  folder = str(hc.write(hc.with_config(hc.eagle3(), fc_norm=True), tmp_path / "head"))
+  argv = [*inspect, folder, "--target", small_target(tmp_path / "target")]
+  assert "missing tensor fc_norm.0.weight" in refused(capsys, argv)
+  assert "model 'nobody' is unknown" in refused(capsys, [*argv[:3], "--target", "nobody"])
+  assert "required: path" in refused(capsys, inspect)
 
 
 def test_version_and_notes(capsys, fake):

@@ -18,6 +18,8 @@ ALLOWED = {  # module: the jspec modules it may import
   "tree": CORE,
   "sampling": CORE | {"tree"},
   "verify": CORE | {"tree", "sampling", "control"},
+  "verify_lossy": CORE | {"sampling"},
+  "judge": CORE | {"sampling", "verify", "verify_lossy"},
   "control": set(),
   "plan": CORE | {"tree", "attention", "pallas.reference"},
   "step_output": CORE | {"tree", "sampling", "control", "drafters.base"},
@@ -26,24 +28,36 @@ ALLOWED = {  # module: the jspec modules it may import
   "model": CORE | {"attention", "cache", "pallas.reference", "pallas.tree_bits", "pallas"},
   "sharding": CORE | {"weights"},
   "placement": CORE | {"attention", "cache", "sharding", "weights"},
-  "step": CORE | {"model", "verify", "cache", "sampling", "tree", "control", "plan", "step_output",
+  "step": CORE | {"model", "judge", "cache", "sampling", "tree", "control", "plan", "step_output",
                   "drafters.base"},
+  "head_config": CORE,
+  "head_init": CORE | {"model", "head_config"},
+  "drafting": CORE | {"sampling", "cache"},
+  "medusa_choices": set(),
+  "suffix_store": CORE,
   "pages": CORE,
   "sampling_params": CORE,
   "spec_config": CORE,
+  "spec_keys": set(),
+  "spec_parse": CORE | {"spec_config", "spec_keys", "medusa_choices"},
   "outputs": CORE,
 }
-DRAFTER = CORE | {"model", "tree", "sampling", "cache", "control", "spec_config", "drafters.base",
-                  "attention", "pallas.reference"}
+HEAD_MODULES = {"head_config", "eagle_head", "medusa_head", "suffix_store"}  # halves of drafters
+DRAFTER = CORE | HEAD_MODULES | {
+    "model", "tree", "sampling", "cache", "control", "spec_config", "drafters.base", "drafting",
+    "attention", "pallas.reference"}
 THIRD_PARTY = {  # module: what it may import from outside jspec and the standard library
   "types": {"jax", "flax"}, "config": set(), "attention": {"jax"}, "tree": {"jax"},
   "sharding": {"jax", "numpy"}, "placement": {"jax"},
   "sampling": {"jax", "flax"}, "verify": {"jax"}, "cache": {"jax"}, "model": {"jax", "numpy"},
   "step": {"jax"}, "control": {"jax"}, "plan": {"jax", "numpy"}, "step_output": {"jax"},
   "pages": {"numpy"}, "scheduler": {"numpy"}, "outputs": set(), "sampling_params": set(),
-  "spec_config": set(),
+  "spec_config": set(), "spec_parse": {"numpy"}, "head_config": set(), "suffix_store": {"numpy"},
+  "medusa_choices": {"numpy"}, "judge": {"jax"}, "verify_lossy": {"jax"},
+  "drafting": {"jax", "flax"},
 }
-NO_JAX = ("pages", "scheduler", "request", "outputs", "sampling_params", "spec_config", "config")
+NO_JAX = ("pages", "scheduler", "request", "outputs", "sampling_params", "spec_config",
+          "spec_parse", "config", "head_config", "medusa_choices", "suffix_store")
 MAX_LINES, MAX_FUNCTION = 400, 60
 
 

@@ -218,8 +218,6 @@ def test_max_tokens_zero_is_refused():
 
 
 @pytest.mark.parametrize("options, message", [
-  (dict(speculative_config={"method": "ngram", "num_speculative_tokens": 8}),
-   "num_speculative_tokens=8 must be smaller than page_size=8"),
   (dict(speculative_config={"method": "ngram", "lookup": 3}), "unknown key .* 'lookup'; known are"),
   (dict(speculative_tokens=3), "unknown argument: 'speculative_tokens'; known are"),
   (dict(max_model_len=257), "max_model_len=257 exceeds the model's 256"),

@@ -22,7 +22,7 @@ import pytest
 import scipy.stats
 import tiny
 
-from jspec import attention, cache, model, sampling, step, tree
+from jspec import attention, cache, judge, model, sampling, step, tree
 from jspec import verify as rule
 from jspec.pallas import paged_attention_tpu
 
@@ -207,9 +207,9 @@ def neighbours_choice(honest):
 
 MUTANTS = {
     "no residual": ("draft_model_sampled", rule, "residual", lambda honest: lambda p, q: p),
-    "q ignored by the coins": ("draft_model_sampled", step, "verify", accept_without_q),
-    "p of the neighbour": ("draft_model_sampled", step, "verify", neighbours_p),
-    "choice of the neighbour": ("draft_model_self_tree", step, "verify_point_mass",
+    "q ignored by the coins": ("draft_model_sampled", judge, "verify", accept_without_q),
+    "p of the neighbour": ("draft_model_sampled", judge, "verify", neighbours_p),
+    "choice of the neighbour": ("draft_model_self_tree", judge, "verify_point_mass",
                                 neighbours_choice),
     "draft and coin share a key": ("draft_model_sampled", sampling, "ACCEPT",
                                    lambda honest: sampling.DRAFT),

@@ -6,8 +6,10 @@ import warnings
 
 import pytest
 
-from jspec import spec_config
-from jspec.spec_config import SpeculativeConfig, parse_speculative
+from jspec import medusa_choices, spec_keys
+from jspec.config import Verification
+from jspec.spec_config import SpeculativeConfig
+from jspec.spec_parse import parse_speculative
 
 NONE = SpeculativeConfig()
 NGRAM = SpeculativeConfig("ngram", None, 7, 4, 2)
@@ -16,6 +18,10 @@ NGRAM = SpeculativeConfig("ngram", None, 7, 4, 2)
 def draft(**fields):
   return SpeculativeConfig(**{"method": "draft_model", "model": "m", "num_speculative_tokens": 3,
                               **fields})
+
+
+def head(method="eagle3", **fields):
+  return SpeculativeConfig(**{"method": method, "model": "m", **fields})
 
 
 def ngram(longest, shortest, tokens=7, **fields):
@@ -51,6 +57,51 @@ def ngram(longest, shortest, tokens=7, **fields):
    draft(model="eagle-eyed")),
   ({"model": "eagle3-runs/plain-model", "num_speculative_tokens": 3}, None,
    draft(model="eagle3-runs/plain-model")),
+  # heads
+  ({"method": "eagle3", "model": "m"}, None, head()),
+  ({"model": "org/EAGLE3-LLaMA", "num_speculative_tokens": 3}, None,
+   head(model="org/EAGLE3-LLaMA", num_speculative_tokens=3)),
+  ({"method": "eagle", "model": "m", "tree_top_k": 8, "tree_total_tokens": 26}, None,
+   head("eagle", tree_top_k=8, tree_total_tokens=26)),
+  ({"method": "medusa", "model": "m", "medusa_choices": "mc_sim_7b_63"}, None,
+   head("medusa", tree_paths=medusa_choices.CHOICES["mc_sim_7b_63"])),
+  ({"method": "eagle", "model": "m", "speculative_token_tree": "[(0,), (1,), (0, 0)]"}, None,
+   head("eagle", tree_paths=((0,), (1,), (0, 0)))),
+  ({"method": "medusa", "model": "m", "tree_widths": [2, 1]}, None,
+   head("medusa", tree_paths=((0,), (1,), (0, 0), (1, 0)))),
+  ({"method": "mlp_speculator", "model": "m", "n_candidates": 5}, None,
+   head("mlp_speculator", n_candidates=5)),
+  ({"method": "eagle3", "model": "m", "draft_confidence_threshold": 0.4}, None,
+   head(draft_confidence_threshold=0.4)),
+  # copies
+  ({"method": "suffix"}, None, SpeculativeConfig("suffix")),
+  ({"method": "suffix", "suffix_decoding_max_tree_depth": 32, "tree_total_tokens": 16,
+    "suffix_decoding_max_cached_requests": 0, "suffix_decoding_max_spec_factor": 2.0,
+    "suffix_decoding_min_token_prob": 0.2}, None,
+   SpeculativeConfig("suffix", suffix_max_tree_depth=32, suffix_max_cached_requests=0,
+                     suffix_max_spec_factor=2.0, suffix_min_token_prob=0.2, tree_total_tokens=16)),
+  ({"method": "ngram+eagle3", "model": "m", "num_lookup_tokens": 7}, None,
+   head("ngram+eagle3", prompt_lookup_max=4, prompt_lookup_min=2, num_lookup_tokens=7)),
+  ({"method": "suffix+draft_model", "model": "m", "num_speculative_tokens": 3}, None,
+   head("suffix+draft_model", num_speculative_tokens=3)),
+  # rules of acceptance
+  ({"model": "m", "num_speculative_tokens": 3, "rejection_sample_method": "block",
+    "draft_sample_method": "probabilistic"}, None,
+   draft(draft_sample_method="probabilistic", verification=Verification("block"))),
+  ({"method": "ngram", "rejection_sample_method": "lossy_typical", "posterior_alpha": 0.5}, None,
+   ngram(4, 2, verification=Verification("lossy_typical", posterior_alpha=0.5))),
+  ({"method": "ngram"}, {"spec_decoding_acceptance_method": "typical_acceptance_sampler",
+                         "typical_acceptance_sampler_posterior_threshold": 0.2},
+   ngram(4, 2, verification=Verification("lossy_typical", 0.2))),
+  ({"method": "ngram", "num_speculative_tokens": 3, "rejection_sample_method": "synthetic",
+    "synthetic_acceptance_length": 2.5}, None,
+   ngram(4, 2, 3, verification=Verification("lossy_synthetic", rates=(1.0, 0.5, 0.0)))),
+  ({"method": "ngram", "num_speculative_tokens": 2, "rejection_sample_method": "synthetic",
+    "synthetic_acceptance_rates": [0.8, 0.6]}, None,
+   ngram(4, 2, 2, verification=Verification("lossy_synthetic", rates=(0.8, 0.6)))),
+  ({"method": "ngram", "num_speculative_tokens": 2, "rejection_sample_method": "synthetic"},
+   {"synthetic_acceptance_rate": 0.75},
+   ngram(4, 2, 2, verification=Verification("lossy_synthetic", rates=(1.0, 0.5)))),
   # values of unsupported keys that ask for nothing
   ({"method": "ngram", "quantization": None, "draft_tensor_parallel_size": 1,
     "parallel_drafting": False, "acceptance_method": "rejection_sampler"}, None, NGRAM),
@@ -77,12 +128,47 @@ def test_accepted_configurations(config, older, expected):
   (None, {"speculative_modell": "x"}, "speculative_modell.*speculative_model"),
   ("ngram", None, "must be a dict"),
   ({"num_speculative_tokens": 3}, None, "needs a method"),
-  ({"method": "ngramm"}, None, "'ngramm' is unknown: methods are 'none', 'ngram', 'draft_model'"),
+  ({"method": "ngramm"}, None, "'ngramm' is unknown: methods are 'none', 'ngram', 'suffix'"),
   ({"method": 3}, None, "3 is unknown"),
   ({"method": ["ngram"]}, None, "is unknown"),
-  ({"method": "eagle3", "model": "m"}, None, "'eagle3' is one that jspec doesn't have yet"),
-  ({"method": "deepseek_mtp"}, None, "doesn't have yet"),
-  ({"model": "org/EAGLE3-LLaMA", "num_speculative_tokens": 3}, None, "suggests method 'eagle3'"),
+  ({"method": "dflash", "model": "m"}, None, "'dflash' is one that jspec doesn't have"),
+  ({"method": "deepseek_mtp"}, None, "doesn't have"),
+  ({"model": "org/Qwen3-8B-DFlash-b16"}, None, "suggests method 'dflash'"),
+  ({"method": "eagle3+ngram", "model": "m"}, None, "is not one of.*as in 'ngram.eagle3'"),
+  ({"method": "ngram+suffix"}, None, "is not one of"),
+  ({"method": "ngram+eagle9", "model": "m"}, None, "is unknown"),
+  ({"method": "eagle3"}, None, "needs a model, got None"),
+  ({"method": "suffix", "model": "m"}, None, "uses no model"),
+  ({"method": "suffix", "suffix_decoding_min_token_prob": 2}, None, r"number in \[0, 1\], got 2"),
+  ({"method": "ngram", "suffix_decoding_max_tree_depth": 9}, None, "belongs to method 'suffix'"),
+  ({"method": "eagle3", "model": "m", "num_lookup_tokens": 7}, None, "belongs to a joined method"),
+  ({"method": "eagle3", "model": "m", "tree_top_k": 8}, None, "needs tree_top_k and tree_total"),
+  ({"method": "medusa", "model": "m", "tree_top_k": 8, "tree_total_tokens": 9}, None,
+   "tree_top_k=8 belongs to method 'eagle', 'eagle3'"),
+  ({"method": "medusa", "model": "m", "medusa_choices": [[0], [1, 0]]}, None, "no parent"),
+  ({"method": "medusa", "model": "m", "medusa_choices": "mc_sim"}, None, "mc_sim"),
+  ({"method": "medusa", "model": "m", "medusa_choices": [[0], [0, 0]],
+    "num_speculative_tokens": 3}, None, "2 deep, but num_speculative_tokens=3"),
+  ({"method": "medusa", "model": "m", "medusa_choices": [[0]], "tree_widths": [2]}, None,
+   "give one of them"),
+  ({"method": "ngram", "medusa_choices": [[0]]}, None, "medusa_choices belongs to"),
+  ({"method": "eagle", "model": "m", "tree_widths": [2], "draft_confidence_threshold": 0.5}, None,
+   "exclude each other"),
+  ({"method": "eagle", "model": "m", "draft_confidence_threshold": 1.5}, None, "got 1.5"),
+  ({"method": "eagle", "model": "m", "tree_top_k": 8, "tree_total_tokens": 9,
+    "draft_sample_method": "probabilistic"}, None, "would not be lossless"),
+  ({"method": "ngram", "rejection_sample_method": "block"}, None, "chains of sampled drafts"),
+  ({"method": "ngram", "posterior_alpha": 0.5}, None, "belong to rejection_sample_method"),
+  ({"method": "ngram", "rejection_sample_method": "lossy_typical", "posterior_alpha": 0}, None,
+   r"posterior_alpha must be a number in \(0, 1\], got 0"),
+  ({"method": "ngram", "rejection_sample_method": "synthetic"}, None, "got 'neither'|neither"),
+  ({"method": "ngram", "num_speculative_tokens": 3, "rejection_sample_method": "synthetic",
+    "synthetic_acceptance_length": 5}, None, r"in \[1, 4\], got 5"),
+  ({"method": "ngram", "num_speculative_tokens": 2, "rejection_sample_method": "synthetic",
+    "synthetic_acceptance_rates": [0.5, 0.6]}, None, "never rise"),
+  ({"method": "ngram", "num_speculative_tokens": 2, "rejection_sample_method": "synthetic",
+    "synthetic_acceptance_rates": [0.5]}, None, "list of num_speculative_tokens=2"),
+  ({"method": "ngram", "synthetic_acceptance_length": 2}, None, "belongs to rejection"),
   ({"model": 5}, None, "name or a path, got 5"),
   ({"method": "ngram", "model": "m"}, None, "uses no model"),
   ({"method": "draft_model", "num_speculative_tokens": 3}, None, "needs a model"),
@@ -95,9 +181,9 @@ def test_accepted_configurations(config, older, expected):
   ({"method": "ngram", "prompt_lookup_max": 2, "prompt_lookup_min": 3}, None, "must not exceed"),
   ({"method": "ngram", "prompt_lookup_max": 0}, None, "prompt_lookup_max must be >= 1, got 0"),
   ({"method": "ngram", "prompt_lookup_latest": "yes"}, None, "true or false"),
-  ({"model": "m", "num_speculative_tokens": 3, "prompt_lookup_max": 3}, None, "belong to method"),
-  ({"method": "ngram", "tree_widths": [1]}, None, "belong to method 'draft_model'"),
-  ({"method": "ngram", "draft_sample_method": "probabilistic"}, None, "belong to"),
+  ({"model": "m", "num_speculative_tokens": 3, "prompt_lookup_max": 3}, None, "belongs to method"),
+  ({"method": "ngram", "tree_widths": [1]}, None, "belongs to method 'draft_model'"),
+  ({"method": "ngram", "draft_sample_method": "probabilistic"}, None, "belongs to"),
   ({"model": "m", "num_speculative_tokens": 2, "tree_widths": [2]}, None, "one number per depth"),
   ({"model": "m", "tree_widths": [2, 0]}, None, "tree_widths must be >= 1"),
   ({"model": "m", "tree_widths": 4}, None, "must be a list"),
@@ -107,11 +193,11 @@ def test_accepted_configurations(config, older, expected):
   ({"model": "m", "num_speculative_tokens": 3, "rejection_sample_method": "strict",
     "draft_sample_method": "probabilistic"}, None, "contradict"),
   ({"method": "ngram", "quantization": "fp8"}, None, "quantization='fp8'.*leaving it out"),
-  ({"method": "ngram", "draft_tensor_parallel_size": 2}, None, "parallel_size belong to"),
+  ({"method": "ngram", "draft_tensor_parallel_size": 2}, None, "parallel_size=2 belongs to"),
   ({"method": "ngram", "tensor_parallel_size": 1}, None, "use draft_tensor_parallel_size"),
-  ({"method": "ngram", "acceptance_method": "typical_acceptance_sampler"}, None, "typical"),
-  ({"method": "ngram"}, {"spec_decoding_acceptance_method": "typical_acceptance_sampler"},
-   "'rejection_sampler'"),
+  ({"method": "ngram", "acceptance_method": "typical"}, None, "'rejection_sampler', 'typical_acc"),
+  ({"method": "ngram", "acceptance_method": "typical_acceptance_sampler",
+    "rejection_sample_method": "standard"}, None, "both given"),
   ({"method": "ngram"}, {"speculative_max_model_len": 100}, "max_model_len=100"),
   ({"method": "ngram", "max-model-len": 9, "max_model_len": 9}, None, "given twice"),
   ({"method": "ngram", "num_speculative_tokens": 3}, {"num_speculative_tokens": 3}, "given twice"),
@@ -129,11 +215,11 @@ def test_refused_configurations(config, older, words):
     parse_speculative(config, older)
 
 
-@pytest.mark.parametrize("key", sorted(spec_config._UNSUPPORTED))
+@pytest.mark.parametrize("key", sorted(spec_keys.UNSUPPORTED))
 def test_every_unsupported_key_is_refused_by_name(key):
   with pytest.raises(ValueError, match=f"{key}='something'"):
     parse_speculative({"method": "ngram", key: "something"})
-  for neutral in (None, *spec_config._UNSUPPORTED[key]):
+  for neutral in (None, *spec_keys.UNSUPPORTED[key]):
     assert parse_speculative({"method": "ngram", key: neutral}) == NGRAM
 
 

@@ -1,7 +1,4 @@
-"""A tiny target, every kind of drafter on it, and slots to run them in.
-
-A new drafter adds rows to CASES, named `<its key in DRAFTERS>` or `<key>_<variant>`.
-"""
+"""Slots to run the cases of tiny_cases.py in: the tiny target, and every kind of drafter on it."""
 
 from __future__ import annotations
 
@@ -14,107 +11,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_cases import CASES, DRAFT, MAX_LEN, PAGE, TARGET, VOCAB, params_of, target_params
 
 from jspec import cache, step
 from jspec.attention import Attend
-from jspec.config import ModelConfig
 from jspec.drafters.base import Drafter
-from jspec.drafters.draft_model import draft_model
-from jspec.drafters.ngram import ngram
-from jspec.drafters.none import none
-from jspec.model import init_params
 from jspec.pallas import reference
 from jspec.plan import CostModel, StepConfig
 from jspec.slot_sampling import empty_sampling
-from jspec.types import NO_PARENT, PAD_TOKEN, DraftTree, SlotRequest, Slots, SpecState
+from jspec.types import PAD_TOKEN, SlotRequest, Slots, SpecState
 
-VOCAB, PAGE, MAX_LEN = 12, 4, 96
-TARGET = ModelConfig("tiny", vocab_size=VOCAB, width=32, num_layers=2, num_heads=4,
-                     num_kv_heads=2, head_dim=8, mlp_dim=48, max_positions=512)
-DRAFT = ModelConfig("tiny", vocab_size=VOCAB, width=16, num_layers=1, num_heads=2,
-                    num_kv_heads=1, head_dim=8, mlp_dim=32, max_positions=512)
+__all__ = ["CASES", "DRAFT", "MAX_LEN", "PAGE", "TARGET", "VOCAB", "params_of", "target_params"]
+
 PREFILL = (8, 16)  # chunk sizes of a prompt's two halves
-
-
-def params_of(config: ModelConfig, seed: int, sharpness: float) -> Any:
-  """Random parameters; logits have a standard deviation of about `sharpness`."""
-  params = init_params(jax.random.key(seed), config)
-  # The smaller the embedding, the more the context counts: greedy text loops less.
-  return {**params, "embed": 0.7 * params["embed"], "head": {"w": sharpness * params["head"]["w"]}}
-
-
-@functools.cache
-def target_params() -> Any:
-  return params_of(TARGET, 5, 2.0)
-
-
-def noisy_params() -> Any:
-  """Nearly the target: its drafts are good, not perfect."""
-  noise = params_of(TARGET, 6, 2.0)
-  return jax.tree.map(lambda x, e: x + 0.25 * e, target_params(), noise)
-
-
-def contrary_params() -> Any:
-  """Likes what the target likes least."""
-  return params_of(TARGET, 5, -2.0)
-
-
-def small_params() -> Any:
-  """Of 400 seeds the one that agrees best with the target: 29 % of argmaxes."""
-  return params_of(DRAFT, 157, 1.5)
-
-
-_draft_model = functools.cache(draft_model)
-
-
-def _draft(widths, sampled, config=DRAFT, params=small_params):
-  def case(target: ModelConfig, attend: Attend = reference.paged_attention):
-    assert config.vocab_size == target.vocab_size
-    return _draft_model(config, widths, PAGE, jnp.float32, sampled, attend=attend), params()
-  return case
-
-
-def _plain(make: Callable[[ModelConfig], Drafter]):
-  """The case of a drafter without a model of its own."""
-  return lambda target, attend=None: (make(target), ())
-
-
-def random_trees(num_nodes: int, vocab_size: int) -> Drafter:
-  """Point-mass trees of random shape, size and tokens (siblings repeat), from the slot's key."""
-
-  def propose_slot(root, key):
-    keys = jax.random.split(key, 3)
-    token = jax.random.randint(keys[0], (num_nodes,), 0, vocab_size).at[0].set(root)
-    u = jax.random.uniform(keys[1], (num_nodes,))
-    parent = [jnp.int32(NO_PARENT), jnp.int32(0), jnp.int32(0)]  # node 2 keeps it from a chain
-    for i in range(3, num_nodes):  # parents never fall: breadth-first
-      parent.append(parent[-1] + (u[i] * (i - parent[-1])).astype(jnp.int32))
-    size = jax.random.randint(keys[2], (), 1, num_nodes + 1)
-    return token, jnp.where(jnp.arange(num_nodes) < size, jnp.stack(parent), NO_PARENT)
-
-  def propose(params, state, root, slots):
-    del params  # unused
-    return DraftTree(*jax.vmap(propose_slot)(root, slots.key), None), state
-
-  return Drafter(lambda num_slots, num_pages: (), propose,
-                 lambda params, state, slots, committed: state, num_nodes, num_nodes - 2)
-
-
-CASES: dict[str, Callable[..., tuple[Drafter, Any]]] = {  # (target, attend) -> drafter, params
-    "none": _plain(lambda target: none()),
-    "ngram": _plain(lambda target: ngram(4, 2, 1, MAX_LEN + 1)),
-    "ngram_latest": _plain(lambda target: ngram(3, 3, 1, MAX_LEN + 1, latest=True)),
-    "draft_model": _draft((1, 1, 1), False, TARGET, noisy_params),
-    "draft_model_sampled": _draft((1, 1, 1), True),
-    "draft_model_tree": _draft((3, 2), False, TARGET, noisy_params),
-    "draft_model_tree_sampled": _draft((3, 2, 1), True),
-    "draft_model_self": _draft((1, 1, 1), False, TARGET, target_params),
-    "draft_model_self_sampled": _draft((1, 1, 1), True, TARGET, target_params),
-    "draft_model_self_tree": _draft((3, 2), False, TARGET, target_params),
-    "draft_model_self_tree_sampled": _draft((2, 2), True, TARGET, target_params),
-    "draft_model_contrary_sampled": _draft((1, 1), True, TARGET, contrary_params),
-    "random_trees": _plain(lambda target: random_trees(7, target.vocab_size)),
-}
 
 
 def with_kernels(*quick: tuple[str, str]) -> list:
@@ -140,11 +49,11 @@ def sampling_for(num_slots: int, **fields):
 
 
 def step_config(drafter: Drafter, num_slots: int, widths=None, rows_per_pass=1e9,
-                attend: Attend = reference.paged_attention) -> StepConfig:
+                attend: Attend = reference.paged_attention, model=TARGET) -> StepConfig:
   """By default every draft is verified whole, at one of two widths."""
   n = drafter.num_nodes
   widths = widths or ((num_slots, 1), (num_slots * n, n))[:1 if n == 1 else 2]
-  return StepConfig(TARGET, widths, CostModel(rows_per_pass), max_logprobs=1, attend=attend)
+  return StepConfig(model, widths, CostModel(rows_per_pass), max_logprobs=1, attend=attend)
 
 
 def compiled(function, donate: int, level: int = 3):
@@ -208,25 +117,38 @@ def _make_fill(config: StepConfig, drafter: Drafter) -> Callable:
   return fill
 
 
-def start(rig: Rig, prompts, *, keys=None, max_draft=99, limit=10**6, sampling=None) -> SpecState:
+def start(rig: Rig, prompts, *, keys=None, max_draft=99, limit=10**6, sampling=None,
+          params=None) -> SpecState:
   """Slots with their prompts prefilled and their roots drawn."""
-  b, drafter = rig.num_slots, rig.drafter
-  table, num_pages = page_table(b, drafter.num_nodes, MAX_LEN)
+  b = rig.num_slots
+  table, num_pages = page_table(b, rig.drafter.lookahead, MAX_LEN)
   keys = jax.random.split(jax.random.key(0), b) if keys is None else keys
-  whole = lambda value=0, dtype=jnp.int32: jnp.broadcast_to(jnp.asarray(value, dtype), (b,)) + 0
-  sampling = sampling_for(b) if sampling is None else sampling
-  state = SpecState(
-      pages=cache.init_pages(TARGET, num_pages, PAGE, jnp.float32),
-      page_table=jnp.zeros_like(table), length=whole(), root=whole(), active=whole() > 0,
-      num_output=whole(), limit=whole(), max_draft=whole(), accepted=whole(0, jnp.float32),
-      tested=whole(1, jnp.float32), key=jax.random.split(jax.random.key(9), b),
-      sampling=sampling_for(b), draft=drafter.init(b, num_pages))
-  requests = SlotRequest(table, whole(limit), whole(max_draft), keys, sampling)
-  tokens = np.zeros((b, sum(PREFILL) + PREFILL[1] + 1), np.int32)
+  requests = SlotRequest(table, *(jnp.broadcast_to(jnp.asarray(x, jnp.int32), (b,)) for x in (
+      0, limit, max_draft)), keys, sampling_for(b) if sampling is None else sampling)
+  return admit_all(rig, empty_state(rig.drafter, b, table, num_pages), requests, prompts, params)
+
+
+def empty_state(drafter: Drafter, b: int, table, num_pages: int, model=TARGET) -> SpecState:
+  feature_width = len(drafter.feature_layers) * model.width
+  zeros = lambda dtype=jnp.int32: jnp.zeros(b, dtype)
+  return SpecState(
+      pages=cache.init_pages(model, num_pages, PAGE, jnp.float32),
+      tails=cache.init_tails(num_pages, model.width, feature_width),
+      feature=jnp.zeros((b, feature_width)), page_table=jnp.zeros_like(table), length=zeros(),
+      root=zeros(), active=zeros(bool), num_output=zeros(), limit=zeros(), max_draft=zeros(),
+      accepted=zeros(jnp.float32), tested=zeros(jnp.float32) + 1,
+      key=jax.random.split(jax.random.key(9), b), sampling=sampling_for(b),
+      draft=drafter.init(b, num_pages))
+
+
+def admit_all(rig: Rig, state: SpecState, requests: SlotRequest, prompts, params=None) -> SpecState:
+  """Every slot taken anew; prompts[i] is what request i's length leaves of its prompt."""
+  tokens = np.zeros((rig.num_slots, sum(PREFILL) + PREFILL[1] + 1), np.int32)
   for row, prompt in zip(tokens, prompts, strict=True):
-    assert 2 <= len(prompt) <= sum(PREFILL)
+    assert len(prompt) <= sum(PREFILL)
     row[:len(prompt)] = prompt
-  return rig.fill(rig.params, state, requests, tokens, jnp.array([len(p) for p in prompts]))
+  count = jnp.array([len(p) for p in prompts])
+  return rig.fill(params or rig.params, state, requests, tokens, count)
 
 
 def copy(state: SpecState) -> SpecState:
@@ -240,15 +162,16 @@ def random_prompts(num: int, seed: int = 3) -> list[list[int]]:
   return [rng.integers(0, VOCAB, 2 + i % 20).tolist() for i in range(num)]
 
 
-def generate(rig: Rig, state: SpecState, num_tokens: int, step_function=None):
+def generate(rig: Rig, state: SpecState, num_tokens: int, step_function=None, params=None):
   """Steps until every slot has num_tokens tokens or is finished; the state is used up.
 
   Returns the tokens of each slot, root first, and each step's StepOutput.
   """
+  params = params or rig.params
   text, outputs = [[int(t)] for t in np.array(state.root)], []
   running = np.array(state.active)
   while any(r and len(t) < num_tokens for r, t in zip(running, text, strict=True)):
-    state, out = (step_function or rig.step)(rig.params, state)
+    state, out = (step_function or rig.step)(params, state)
     outputs.append(jax.tree.map(np.array, out))
     running = np.array(state.active)
     for row, tokens, n in zip(text, outputs[-1].tokens, outputs[-1].num_tokens, strict=True):
@@ -257,9 +180,10 @@ def generate(rig: Rig, state: SpecState, num_tokens: int, step_function=None):
   return [t[:num_tokens] for t in text], outputs
 
 
-def slots_of(table, length, index=None, temperature=0.9, seed=5) -> Slots:
-  """What a drafter is told of slots `index` (all of them by default)."""
+def slots_of(table, length, index=None, temperature=0.9, seed=5, feature=None) -> Slots:
+  """What a drafter is told of slots `index` (all of them by default), whose feature[i] is given."""
   index = jnp.arange(table.shape[0]) if index is None else jnp.asarray(index)
   keys = jax.random.split(jax.random.key(seed), table.shape[0])[index]
+  feature = jnp.zeros((len(index), 0)) if feature is None else jnp.asarray(feature, jnp.float32)
   return Slots(index, table[index], jnp.asarray(length, jnp.int32)[index],
-               jnp.full(len(index), temperature), keys)
+               jnp.full(len(index), temperature), keys, feature)

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from jspec.config import ModelConfig, RopeScaling
+from jspec.head_config import EagleConfig, HeadConfig, MedusaConfig, MlpSpeculatorConfig
 
 _LLAMA3: dict[str, Any] = dict(
   family="llama", vocab_size=128256, head_dim=128, num_kv_heads=8, max_positions=131072,
@@ -56,6 +57,20 @@ def draft_model_of(target: str) -> ModelConfig:
     raise ValueError(f"no draft model is known for {target!r}; "
                      f"known for: {', '.join(DRAFT_MODEL_OF)}")
   return DRAFT_MODELS[DRAFT_MODEL_OF[target]]
+
+
+def head_of(target: str, method: str) -> HeadConfig:
+  """A head as they are published for such models: a layer of the target, up to 32,000 tokens."""
+  c = find(target)
+  if method == "medusa":
+    return MedusaConfig(c.width, c.vocab_size, num_heads=5)
+  if method == "mlp_speculator":
+    return MlpSpeculatorConfig(c.width, c.vocab_size, n_predict=4, inner_dim=c.width)
+  layer = dataclasses.replace(with_depth(c, 1), family="llama", qk_norm=False)
+  if method == "eagle":
+    return EagleConfig(1, layer, c.width)
+  return EagleConfig(3, layer, c.width, draft_vocab_size=min(32000, c.vocab_size // 4),
+                     has_head=True)
 
 
 def with_depth(config: ModelConfig, num_layers: int) -> ModelConfig:

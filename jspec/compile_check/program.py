@@ -23,9 +23,12 @@ from jspec.compile_check.chips import Chip
 from jspec.config import EngineConfig, ModelConfig
 from jspec.drafters import DRAFTERS, DrafterSetup
 from jspec.engine import MAX_STEPS, initial_state
+from jspec.head_config import HeadConfig
+from jspec.head_init import init_head
 from jspec.placement import place
 from jspec.sampling_params import MAX_LOGPROBS
-from jspec.spec_config import SpeculativeConfig, parse_speculative
+from jspec.spec_config import HEADS, SpeculativeConfig
+from jspec.spec_parse import parse_speculative
 
 # Without these libtpu asks the network who it is, locks itself and writes logs.
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_LOG_DIR": "disabled",
@@ -95,9 +98,12 @@ def _build(case: Case, config: ModelConfig, devices: list[Any], platform: str,
       tensor_parallel_size=case.tp, widths=widths(case))
   (placement,) = place(engine, platform, devices=devices)
   held, _ = placement.target(config)
+  target = _param_shapes(held, case.dtype)
   setup = DrafterSetup(
-      speculation(case), held, case.context, case.page_size, placement.kv_dtype, False,
-      placement.draft_attend, lambda _: _draft_model(case))
+      spec=speculation(case), target=held, max_model_len=case.context, page_size=case.page_size,
+      kv_dtype=placement.kv_dtype, dtype=case.dtype, bitwise=False,
+      attend=placement.draft_attend, load_draft=lambda _: _draft_model(case),
+      load_head=lambda _: _head(case), target_params=target)
   drafter, draft_params = DRAFTERS[setup.spec.method](setup)
   engine = dataclasses.replace(engine, num_pages=case.batch * engine.pages_per_slot(case.nodes))
   step_config = step.StepConfig(held, engine.widths, max_logprobs=MAX_LOGPROBS,
@@ -108,12 +114,11 @@ def _build(case: Case, config: ModelConfig, devices: list[Any], platform: str,
   mesh = placement.mesh or sharding.make_mesh(devices)
   everywhere = NamedSharding(mesh, P())
   scalar = lambda dtype: jax.ShapeDtypeStruct((), dtype, sharding=everywhere)
-  target = _param_shapes(held, case.dtype)
   state = jax.eval_shape(
       lambda: initial_state(jax.random.key(0), held, drafter, engine, placement.kv_dtype))
   state_shardings = sharding.state_shardings(mesh, state, placement.draft_tp)
   params = {"target": _placed(target, sharding.param_shardings(mesh, target, case.tp)),
-            "draft": _placed(draft_params, sharding.param_shardings(mesh, draft_params, 1)),
+            "draft": _placed(draft_params, _draft_shardings(mesh, draft_params, case.tp)),
             "max_draft": scalar(jnp.int32), "lag": scalar(jnp.float32)}
   placed_state = _placed(state, state_shardings)
   if platform == "tpu":
@@ -126,6 +131,14 @@ def _build(case: Case, config: ModelConfig, devices: list[Any], platform: str,
   pages = state.pages.k[0].shape
   return Program(traced, placed_state, mesh, (*pages[:2], pages[2] // case.tp),
                  time.perf_counter() - started)
+
+
+def _draft_shardings(mesh: Mesh, params: Any, tp: int) -> Any:
+  """Of a drafter's parameters: whole on each device, but for what it shares with the target."""
+  shardings = sharding.param_shardings(mesh, params, 1)
+  if isinstance(params, dict) and "target" in params:
+    shardings["target"] = sharding.param_shardings(mesh, params["target"], tp)
+  return shardings
 
 
 def _known_chip(mesh: Mesh):
@@ -144,7 +157,15 @@ def speculation(case: Case) -> SpeculativeConfig:
     keys["num_speculative_tokens"] = case.nodes - 1
   if case.drafter == "draft_model":
     keys["model"] = models.DRAFT_MODEL_OF[case.model]
+  elif case.drafter in HEADS:
+    keys["model"] = f"a head for {case.model}"
   return parse_speculative(keys)
+
+
+def _head(case: Case) -> tuple[HeadConfig, Any]:
+  config = models.head_of(case.model, case.drafter)
+  return config, jax.eval_shape(
+      lambda: init_head(jax.random.key(0), config, jnp.dtype(case.dtype)))
 
 
 def _draft_model(case: Case) -> tuple[ModelConfig, Any]:

@@ -1,13 +1,37 @@
 """Every drafter, by the name `speculative_config["method"]` knows it under."""
 
-from jspec.drafters import draft_model, ngram, none
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jspec.drafters import combined, draft_model, eagle, medusa, mlp_speculator, ngram, none, suffix
 from jspec.drafters.base import Drafter, DrafterSetup
 
 # name -> build(DrafterSetup) -> (Drafter, its parameters)
 DRAFTERS = {
     "none": none.build,
     "ngram": ngram.build,
+    "suffix": suffix.build,
     "draft_model": draft_model.build,
+    "medusa": medusa.build,
+    "mlp_speculator": mlp_speculator.build,
+    "eagle": eagle.build_eagle,
+    "eagle3": eagle.build_eagle3,
 }
 
-__all__ = ["DRAFTERS", "Drafter", "DrafterSetup"]
+
+def build(setup: DrafterSetup) -> tuple[Drafter, Any]:
+  """The drafter of setup.spec.method, two of them for a joined one such as "ngram+eagle3"."""
+  if len(setup.spec.parts) == 1:
+    return DRAFTERS[setup.spec.method](setup)
+  lookup, neural = setup.spec.parts
+  second, second_params = DRAFTERS[neural](setup)
+  tokens = setup.spec.num_lookup_tokens or setup.spec.num_speculative_tokens or second.max_depth
+  spec = dataclasses.replace(setup.spec, num_speculative_tokens=tokens, tree_paths=None,
+                             tree_widths=None, num_lookup_tokens=0)
+  first, first_params = DRAFTERS[lookup](dataclasses.replace(setup, spec=spec))
+  return combined.combine(first, first_params, second, second_params)
+
+
+__all__ = ["DRAFTERS", "Drafter", "DrafterSetup", "build"]

@@ -14,15 +14,24 @@ There is no rollback. Unaccepted work lies beyond the committed length and is ov
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from jspec.attention import Attend
 from jspec.config import ModelConfig
+from jspec.head_config import HeadConfig
 from jspec.spec_config import SpeculativeConfig
 from jspec.types import NO_PARENT, Committed, DraftTree, Slots
+
+
+class Feed(NamedTuple):
+  """What a drafter knows from the host: arrays handed to it before each device loop."""
+
+  # texts: by slot, prompt and output so far, None where the slot is idle -> the drafter's params
+  params: Callable[[Sequence[Sequence[int] | None]], Any]
+  finished: Callable[[Sequence[int], Sequence[int]], None]  # prompt and output of a request
 
 
 class Drafter(NamedTuple):
@@ -42,10 +51,17 @@ class Drafter(NamedTuple):
   max_depth: int  # D; N == D + 1 makes every tree a chain
   feature_layers: tuple[int, ...] = ()  # target hidden states that fill Committed.feature
   sampled: bool = False  # whether trees carry q_probs
+  num_scratch: int = 0  # KV positions from length on that propose may write, if more than num_nodes
+  feed: Feed | None = None  # the half of it that lives on the host, if any
 
   @property
   def is_chain(self) -> bool:
     return self.num_nodes == self.max_depth + 1
+
+  @property
+  def lookahead(self) -> int:
+    """Positions beyond the committed length that a slot needs pages for."""
+    return max(self.num_nodes, self.num_scratch)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,9 +73,12 @@ class DrafterSetup:
   max_model_len: int
   page_size: int
   kv_dtype: Any  # of KV pages, see cache.stored_dtype
+  dtype: str  # of parameters
   bitwise: bool
   attend: Attend  # for models of the drafter's own
   load_draft: Callable[[str | None], tuple[ModelConfig, Any]]  # model name -> same-vocabulary draft
+  load_head: Callable[[str | None], tuple[HeadConfig, Any]]  # name -> a head that fits the target
+  target_params: Any  # model.py's tree: heads may share its embedding and lm_head
 
 
 def root_only(root, num_nodes: int) -> DraftTree:

@@ -7,6 +7,7 @@ independent draws), in a chain or in a tree of fixed widths.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import flax.struct
@@ -19,6 +20,7 @@ from jspec.attention import Attend
 from jspec.config import ModelConfig
 from jspec.control import run_if
 from jspec.drafters.base import Drafter, DrafterSetup
+from jspec.drafting import confident
 from jspec.pallas import reference
 from jspec.types import NO_PARENT, DraftTree, KVPages, Rows
 
@@ -30,14 +32,19 @@ class DraftModelState(flax.struct.PyTreeNode):
   scribble: jax.Array  # i32[slots, C]
   scribble_at: jax.Array  # i32[slots], -1: nothing
   # The last committed token may still lack its KV; the next propose computes it with the root.
+  # Never the last token of a page: pages are complete as soon as the target's are.
   behind: jax.Array  # i32[slots], 0 or 1
   last: jax.Array  # i32[slots], that token
 
 
 def draft_model(config: ModelConfig, widths: tuple[int, ...], page_size: int, dtype,
                 sampled: bool, bitwise: bool = False,
-                attend: Attend = reference.paged_attention) -> Drafter:
-  """widths[d] children per node at depth d; all ones is a chain. dtype: of the KV pages."""
+                attend: Attend = reference.paged_attention, confidence: float = 0.0) -> Drafter:
+  """widths[d] children per node at depth d; all ones is a chain.
+
+  Args:
+    dtype: of the KV pages. confidence: a chain stops where no token has this probability.
+  """
   parents = tree.from_widths(widths)
   depth = np.array(tree.depths(parents))
   num_nodes = len(parents)
@@ -56,10 +63,14 @@ def draft_model(config: ModelConfig, widths: tuple[int, ...], page_size: int, dt
     return model.forward(params, config, token, mask, rows, pages, slots.page_table, length,
                          attend=attend, is_chain=is_chain, bitwise=bitwise)
 
+  def behind_of(state, slots):
+    """At a page's start nothing is owed, there a request may begin: not by the last tenant's."""
+    return jnp.where(slots.length % page_size > 0, state.behind[slots.index], 0)
+
   def run_root(params, state, root, slots):
     """Logits after the root, computing a token left behind in the same pass."""
     b = root.shape[0]
-    behind = state.behind[slots.index]
+    behind = behind_of(state, slots)
     token = jnp.stack([jnp.where(behind, state.last[slots.index], root), root], 1)
     keep = jnp.stack([jnp.ones(b, bool), behind > 0], 1)
     hidden, _, pages = run(params, token, tree.chain_mask(b, 2), tree.rows_of_all(keep),
@@ -94,28 +105,49 @@ def draft_model(config: ModelConfig, widths: tuple[int, ...], page_size: int, dt
 
   def propose(params, state, root, slots):
     b = root.shape[0]
-    parent = jnp.broadcast_to(jnp.array(parents, jnp.int32), (b, num_nodes))
-    token = jnp.zeros((b, num_nodes), jnp.int32).at[:, 0].set(root)
-    mask = tree.ancestors(parent, len(widths))
-    q_probs = jnp.zeros((b, num_nodes, config.vocab_size))
-    for level, width in enumerate(widths):
+    fixed = jnp.broadcast_to(jnp.array(parents, jnp.int32), (b, num_nodes))
+    mask = tree.ancestors(fixed, len(widths))
+
+    def descend(level, carry):
+      """Draws the children of one level; a chain goes on where the draft model is confident."""
+      token, parent, q_probs, scribble, pages, alive = carry
       if level == 0:
         logits, pages = run_root(params, state, root, slots)
         logits = logits[:, None]
       else:
         logits, pages = run_level(params, level, token, mask, pages, slots)
-      drawn, q = children(logits, width, level, slots)
+      if level < chained:
+        scribble = scribble.at[:, level].set(token[:, level])
+      drawn, q = children(logits, widths[level], level, slots)
       nodes = np.flatnonzero(depth == level + 1)
       token = token.at[:, nodes].set(drawn.reshape(b, -1))
-      q_probs = q_probs.at[:, nodes].set(jnp.repeat(q, width, axis=1)) if sampled else q_probs
-    state = state.replace(pages=pages, scribble=state.scribble.at[slots.index].set(
-        token[:, :chained]), scribble_at=state.scribble_at.at[slots.index].set(slots.length))
-    return DraftTree(token, parent, q_probs if sampled else None), state
+      if sampled:
+        q_probs = q_probs.at[:, nodes].set(jnp.repeat(q, widths[level], axis=1))
+      if confidence:
+        alive = alive & confident(logits[:, 0], confidence)
+        parent = parent.at[:, nodes].set(jnp.where(alive[:, None], level, NO_PARENT))
+      return token, parent, q_probs, scribble, pages, alive
+
+    token = jnp.zeros((b, num_nodes), jnp.int32).at[:, 0].set(root)
+    q_probs = jnp.zeros((b, num_nodes, config.vocab_size)) if sampled else None
+    scribble = jnp.full((b, chained), NO_PARENT, jnp.int32)  # matches no token
+    parent = jnp.full_like(fixed, NO_PARENT) if confidence else fixed
+    carry = token, parent, q_probs, scribble, state.pages, jnp.ones(b, bool)
+    for level in range(len(widths)):
+      if confidence and level:
+        carry = run_if(carry[-1].any(), functools.partial(descend, level), carry)
+      else:
+        carry = descend(level, carry)
+    token, parent, q_probs, scribble, pages, _ = carry
+    owned = slots.page_table[:, 0] != cache.NOWHERE  # else nothing was written
+    scribble_at = jnp.where(owned, slots.length, NO_PARENT)
+    state = state.replace(pages=pages, scribble=state.scribble.at[slots.index].set(scribble),
+                          scribble_at=state.scribble_at.at[slots.index].set(scribble_at))
+    return DraftTree(token, parent, q_probs), state
 
   def observe(params, state, slots, committed):
     b, t = committed.token.shape
-    # A request's first chunk owes nothing to the slot's previous tenant.
-    behind = jnp.where(slots.length > 0, state.behind[slots.index], 0)
+    behind = behind_of(state, slots)
     count = committed.count
     overlap = min(t, chained)
     same = (state.scribble[slots.index, :overlap] == committed.token[:, :overlap]) & (
@@ -134,8 +166,9 @@ def draft_model(config: ModelConfig, widths: tuple[int, ...], page_size: int, dt
       return run(params, token, tree.chain_mask(b, t + 1), rows, pages, slots,
                  slots.length - late)[2]
 
-    # One missing token waits for the next propose; more are computed now.
-    can_wait = (missing == 0) | ((missing == 1) & ~((behind > 0) & (known == 0)))
+    # One missing token waits for the next propose, unless a page ends; more are computed now.
+    can_wait = (missing == 0) | ((missing == 1) & ~((behind > 0) & (known == 0))
+                                 & ((slots.length + count) % page_size > 0))
     pages = run_if(~can_wait.all(), compute, state.pages)
     left = jnp.where(can_wait.all() & (missing == 1), 1, 0)
     end = jnp.take_along_axis(committed.token, jnp.maximum(count - 1, 0)[:, None], 1)[:, 0]
@@ -152,5 +185,6 @@ def build(setup: DrafterSetup):
   config, params = setup.load_draft(spec.model)
   widths = spec.tree_widths or (1,) * spec.num_speculative_tokens
   drafter = draft_model(config, widths, setup.page_size, setup.kv_dtype,
-                        spec.draft_sample_method == "probabilistic", setup.bitwise, setup.attend)
+                        spec.draft_sample_method == "probabilistic", setup.bitwise, setup.attend,
+                        spec.draft_confidence_threshold)
   return drafter, params

@@ -2,29 +2,23 @@
 
 vLLM's rule: the longest suffix of prompt + output, max_n down to min_n tokens, that also occurs
 earlier; on ties the earliest occurrence (`latest=True`: the latest); propose what followed it, up
-to the end of the text. Wholly on the device, no table: one comparison of the history with itself.
+to the end of the text. Wholly on the device, no table: one comparison of the text with itself.
 """
 
 from __future__ import annotations
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 
 from jspec.drafters.base import Drafter, DrafterSetup
+from jspec.drafting import append_text, init_text, text_of
 from jspec.types import NO_PARENT, PAD_TOKEN, DraftTree
 
 
-class NgramState(flax.struct.PyTreeNode):
-  history: jax.Array  # i32[slots, max_len], prompt and output, root included; stale beyond
-
-
-def ngram(num_draft: int, max_n: int, min_n: int, max_len: int, latest: bool = False) -> Drafter:
+def ngram(num_draft: int, max_n: int, min_n: int, max_len: int, page_size: int,
+          latest: bool = False) -> Drafter:
+  """max_len: of prompt and output, root included."""
   position = jnp.arange(max_len)
-
-  def init(num_slots, num_pages):
-    del num_pages  # unused
-    return NgramState(jnp.full((num_slots, max_len), PAD_TOKEN, jnp.int32))
 
   def propose_slot(history, length):  # length: the root's index
     run = jnp.zeros(max_len, jnp.int32)  # tokens ending at each position that match the suffix
@@ -44,26 +38,19 @@ def ngram(num_draft: int, max_n: int, min_n: int, max_len: int, latest: bool = F
 
   def propose(params, state, root, slots):
     del params  # unused
-    token, parent = jax.vmap(propose_slot)(state.history[slots.index], slots.length)
+    token, parent = jax.vmap(propose_slot)(text_of(state, slots, root, max_len), slots.length)
     first = jnp.full_like(root, NO_PARENT)
     tree = DraftTree(jnp.concatenate([root[:, None], token], 1),
                      jnp.concatenate([first[:, None], parent], 1), None)
     return tree, state
 
-  def observe(params, state, slots, committed):
-    del params  # unused
-    step = jnp.arange(committed.token.shape[1])
-    at = slots.length[:, None] + step
-    at = jnp.where(step < committed.count[:, None], at, max_len)
-    row = slots.index[:, None]
-    history = state.history.at[row, at].set(committed.token, mode="drop")
-    return NgramState(history.at[row, at + 1].set(committed.next_token, mode="drop"))
-
-  return Drafter(init, propose, observe, num_draft + 1, num_draft)
+  return Drafter(lambda num_slots, num_pages: init_text(num_pages, page_size), propose,
+                 lambda params, state, slots, committed: append_text(state, slots, committed),
+                 num_draft + 1, num_draft)
 
 
 def build(setup: DrafterSetup):
   spec = setup.spec
   drafter = ngram(spec.num_speculative_tokens, spec.prompt_lookup_max, spec.prompt_lookup_min,
-                  setup.max_model_len + 1, spec.prompt_lookup_latest)
+                  setup.max_model_len + 1, setup.page_size, spec.prompt_lookup_latest)
   return drafter, ()

@@ -1,0 +1,87 @@
+"""Medusa heads (Cai et al. 2024): each predicts one of the next tokens from one hidden state.
+
+The hidden state is the target's at length - 1. Its lm_head gave the root, so head 0 is about the
+token after the root, at depth 1 of the tree, and head i about depth i + 1. No head sees what the
+others say: a node's token depends on its depth and its rank alone.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+from jspec import drafting, sampling, tree
+from jspec.config import ModelConfig
+from jspec.drafters.base import Drafter, DrafterSetup
+from jspec.head_config import MedusaConfig
+from jspec.medusa_head import head_logits, head_params, target_ids
+from jspec.types import NO_PARENT, DraftTree
+
+
+def medusa(config: MedusaConfig, shape: tree.Shape, target: ModelConfig, *, sampled: bool = False,
+           confidence: float = 0.0, bitwise: bool = False) -> Drafter:
+  """Drafts a tree of ranks, likeliest tokens first.
+
+  params: see medusa_head.head_params.
+
+  Args:
+    sampled: rank r is the r-th of the tokens drawn without replacement. The nodes of one depth
+      share the draws: they hang from different parents, of which at most one is accepted.
+    confidence: a chain stops before the first token whose head is less sure than this.
+  """
+  if confidence and not shape.is_chain:
+    raise ValueError(f"{confidence=} may stop a chain, but this tree has {shape.num_nodes - 1} "
+                     f"nodes at {shape.max_depth} depths")
+  num_nodes, depth, rank = shape.num_nodes, np.array(shape.depth), np.array(shape.rank)
+
+  def by_rank(logits, width, level, slots):
+    """The draft ids i32[B, width] in order, and the law of each, f32[B, width, Vd], if sampled."""
+    if sampled:
+      u = drafting.draft_uniforms(slots.key, level, (1, width))
+      ids, laws = drafting.siblings(logits[:, None], slots.temperature, u)
+      return ids[:, 0], laws[:, 0]
+    return sampling.top_k(logits, width, target.vocab_parts if config.shares_head else 1)[1], None
+
+  def propose(params, state, root, slots):
+    b = root.shape[0]
+    token = jnp.zeros((b, num_nodes), jnp.int32).at[:, 0].set(root)
+    parent = jnp.broadcast_to(jnp.array(shape.parents, jnp.int32), (b, num_nodes))
+    q_probs = jnp.zeros((b, num_nodes, config.vocab_size))
+    going = jnp.ones((b, 1), bool)
+    for level in range(shape.max_depth):
+      logits = head_logits(params, config, target, slots.feature, level, bitwise)
+      nodes = np.flatnonzero(depth == level + 1)
+      ids, laws = by_rank(logits, int(rank[nodes].max()) + 1, level, slots)
+      token = token.at[:, nodes].set(target_ids(params, ids)[:, rank[nodes]])
+      if sampled:
+        laws = drafting.to_target(laws, params["head"].get("target_id"), config.vocab_size)
+        q_probs = q_probs.at[:, nodes].set(laws[:, rank[nodes]])
+      if confidence:
+        going &= drafting.confident(logits, confidence)[:, None]
+        parent = parent.at[:, nodes].set(jnp.where(going, parent[:, nodes], NO_PARENT))
+    return DraftTree(token, parent, q_probs if sampled else None), state
+
+  return Drafter(lambda num_slots, num_pages: (), propose,
+                 lambda params, state, slots, committed: state, num_nodes, shape.max_depth,
+                 (target.num_layers,), sampled)
+
+
+def build(setup: DrafterSetup):
+  spec = setup.spec
+  config, head = setup.load_head(spec.model)
+  if not isinstance(config, MedusaConfig):
+    raise ValueError(f"{spec.model} is a head for method {config.method!r}, not 'medusa'")
+  shape = tree.shape_of(spec.tree_paths or tree.paths_of_widths(
+      (1,) * (spec.num_speculative_tokens or config.num_heads)))
+  if shape.max_depth > config.num_heads:
+    what = "the draft tree's depth " if spec.tree_paths else "num_speculative_tokens="
+    raise ValueError(f"{what}{shape.max_depth} exceeds the {config.num_heads} heads of "
+                     f"{spec.model}")
+  vocab_size = config.draft_vocab_size or config.vocab_size
+  if max(shape.rank) >= vocab_size:
+    raise ValueError(f"the draft tree asks for the token of rank {max(shape.rank)}, but the heads "
+                     f"of {spec.model} know {vocab_size}")
+  drafter = medusa(config, shape, setup.target,
+                   sampled=spec.draft_sample_method == "probabilistic",
+                   confidence=spec.draft_confidence_threshold, bitwise=setup.bitwise)
+  return drafter, head_params(head, config, setup.target_params)

@@ -1,0 +1,139 @@
+"""A drafting head on disk: its config.json, its tensors' names and shapes, and what it is."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import safetensors
+
+from jspec.hub import read_config
+from jspec.torch_file import StoredTensor, read_torch_file
+from jspec.weights import WeightsError, safetensors_files
+
+METHODS = ("medusa", "mlp_speculator", "eagle", "eagle3")
+
+_DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
+           "I64": np.int64, "I32": np.int32, "I8": np.int8, "U8": np.uint8, "BOOL": np.bool_}
+
+# Names in config.json, as they are spelt in speculators_model_type, model_type and architectures
+# (lower case, without what every architecture ends in).
+_BY_CONFIG = {
+  "medusa": "medusa", "mlp_speculator": "mlp_speculator", "mlpspeculator": "mlp_speculator",
+  "eagle": "eagle", "eagle3": "eagle3", "llamaforcausallmeagle3": "eagle3",
+  "eagle3llamaforcausallm": "eagle3",
+  "dflash": "dflash", "dflash2": "dflash2", "dspark": "dspark", "qwen3dspark": "dspark",
+  "domino": "domino", "peagle": "peagle", "mtp": "mtp", "hydra": "hydra",
+}
+_ENDINGS = re.compile("(draftmodel|speculator|pretrainedmodel|model)$")
+# Tensor names that only one method has, the most telling first.
+_BY_TENSOR = tuple((method, re.compile(pattern)) for method, pattern in (
+  ("mtp", r"mtp\.|mtp_layers\.|.*\.(eh_proj|enorm|hnorm)\."),
+  ("dflash2", r"candidate_selector\."), ("dspark", r"markov_head\."), ("domino", r"prefix_gru\."),
+  ("peagle", r"mask_hidden$"), ("dflash", r"hidden_norm\.weight$"),
+  ("hydra", r"hydra|.*\.res_connection\."),
+  ("eagle3", r"midlayer\.|layers\.0\.hidden_norm\."), ("eagle", r"fc\.weight$"),
+  ("mlp_speculator", r"(speculator\.)?(emb|proj|ln)\.\d+\.weight$"),
+  ("medusa", r"(medusa_heads?\.)?(\d+\.\d+\.linear|blocks\.\d+\.layers\.\d+)\.weight$")))
+
+
+class HeadFiles(NamedTuple):
+  """What is read of a head before its weights are."""
+
+  where: str  # for messages
+  config: Mapping[str, Any]  # config.json; empty where there is none
+  tensors: Mapping[str, StoredTensor]
+
+
+def read_head_files(path: pathlib.Path) -> HeadFiles:
+  """The headers of a head's folder, or of one file and the config.json beside it."""
+  folder = path if path.is_dir() else path.parent
+  config = read_config(folder) if (folder / "config.json").exists() else {}
+  tensors: dict[str, StoredTensor] = {}
+  for file in _tensor_files(path):
+    tensors.update(_read_safetensors(file) if file.suffix == ".safetensors"
+                   else read_torch_file(file))
+  return HeadFiles(str(path), config, tensors)
+
+
+def _tensor_files(path: pathlib.Path) -> list[pathlib.Path]:
+  """Safetensors before torch files; the heads' own file before the model they were trained with."""
+  if path.is_file():
+    if path.suffix not in (".safetensors", ".bin", ".pt"):
+      raise WeightsError(f"{path} is not a .safetensors, .bin or .pt file")
+    return [path]
+  own = [path / f"medusa_lm_head{suffix}" for suffix in (".safetensors", ".pt")]
+  own = [file for file in own if file.is_file()]
+  if own:
+    return own[:1]
+  if any(path.glob("*.safetensors")) or (path / "model.safetensors.index.json").is_file():
+    return safetensors_files(path)
+  files = sorted(path.glob("pytorch_model*.bin"))
+  if files:
+    return files
+  files = sorted(path.glob("*.pt"))
+  if len(files) == 1:
+    return files
+  what = f"{len(files)} .pt files: name one of them" if files else (
+    "no .safetensors, pytorch_model.bin or .pt file")
+  raise WeightsError(f"{path} has {what}")
+
+
+def _read_safetensors(file: pathlib.Path) -> dict[str, StoredTensor]:
+  tensors = {}
+  try:
+    with safetensors.safe_open(file, "np") as opened:
+      for name in opened.keys():
+        header = opened.get_slice(name)
+        kind = header.get_dtype()
+        if kind not in _DTYPES:
+          raise WeightsError(f"{file}: tensor {name} has dtype {kind}; supported: "
+                             f"{', '.join(_DTYPES)}")
+        tensors[name] = StoredTensor(np.dtype(_DTYPES[kind]), tuple(header.get_shape()),
+                                     _reader(file, name))
+  except safetensors.SafetensorError as error:
+    raise WeightsError(f"{file} is truncated or not safetensors: {error}") from None
+  return tensors
+
+
+def _reader(file: pathlib.Path, name: str) -> Callable[[], np.ndarray]:
+  def read() -> np.ndarray:
+    with safetensors.safe_open(file, "np") as opened:
+      return opened.get_tensor(name)
+  return read
+
+
+def kind_of_head(files: HeadFiles) -> str | None:
+  """Which method's head this is, among them some that jspec doesn't run; None: no head at all."""
+  by_config, by_tensor = _by_config(files.config), _by_tensor(files.tensors)
+  for kind in (by_config, by_tensor):
+    if kind is not None and kind not in METHODS:
+      return kind
+  return by_config or by_tensor
+
+
+def _by_config(config: Mapping[str, Any]) -> str | None:
+  speculators = config.get("speculators_model_type")
+  if speculators is not None:
+    kind = _BY_CONFIG.get(str(speculators))
+    return f"speculators {speculators}" if kind in (None, "eagle", "medusa") else kind
+  for name in (config.get("model_type"), *(config.get("architectures") or ())):
+    text = str(name).lower()
+    kind = _BY_CONFIG.get(text) or _BY_CONFIG.get(_ENDINGS.sub("", text))
+    if kind is not None:
+      return kind
+  if "dflash_config" in config:
+    return "dflash"
+  if "hydra_num_heads" in config:
+    return "hydra"
+  return "eagle3" if "draft_vocab_size" in config or "eagle_config" in config else None
+
+
+def _by_tensor(names: Collection[str]) -> str | None:
+  bare = [name.removeprefix("model.") for name in names]
+  return next((method for method, pattern in _BY_TENSOR
+               if any(pattern.match(name) for name in bare)), None)

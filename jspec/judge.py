@@ -1,0 +1,54 @@
+"""From logits to the verdict: the law at each node, the coins, and the rule that was asked for."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jspec import sampling
+from jspec.config import Verification
+from jspec.types import DraftTree, Rows, SpecState, Verdict
+from jspec.verify import verify, verify_block, verify_point_mass
+from jspec.verify_lossy import verify_lossy_synthetic, verify_lossy_typical
+
+
+def judge(logits: jax.Array, draft: DraftTree, mask: jax.Array, rows: Rows, state: SpecState,
+          sampled: bool, rule: Verification) -> Verdict:
+  """Which nodes are accepted, and the token after them.
+
+  Args:
+    logits: f32[R, V], of the rows. mask: bool[B, N, N], ancestors or self.
+    sampled: whether the draft has q_probs.
+  """
+  context = sampling.node_context(draft, rows, mask)
+  if not sampled and rule.name == "lossless":
+    position = state.length[rows.slot] + context.depth + 1
+    u = sampling.uniforms(state.key[rows.slot], position, sampling.TARGET)
+    choice = sampling.choose(logits, state.sampling, state.num_output, state.active, context, u)
+    choice = jnp.take(choice, rows.of_node, mode="fill", fill_value=0)
+    return verify_point_mass(draft, choice, mask)
+  scores = sampling.target_scores(logits, state.sampling, state.num_output, context)
+  u_accept, u_bonus = _coins(mask, state)
+  if rule.name == "lossy_typical":
+    return verify_lossy_typical(draft, scores, rows.of_node, mask, u_bonus,
+                                rule.posterior_threshold, rule.posterior_alpha)
+  if rule.name == "lossy_synthetic":
+    return verify_lossy_synthetic(draft, scores, rows.of_node, mask, u_accept, u_bonus, rule.rates)
+  by = verify_block if rule.name == "block" else verify
+  return by(draft, scores, rows.of_node, u_accept, u_bonus)
+
+
+def _coins(mask: jax.Array, state: SpecState) -> tuple[jax.Array, jax.Array]:
+  """Uniforms f32[B, N]: one for each node, and one for each number of accepted tokens."""
+  n = mask.shape[1]
+  ahead = state.length[:, None] + jnp.arange(1, n + 1)
+  position = state.length[:, None] + mask.sum(-1) - 1
+  draw = lambda key, at: jax.vmap(jax.random.uniform)(sampling.fold_keys(
+      jnp.broadcast_to(key, at.shape), at, sampling.TARGET))
+  u_bonus = jax.vmap(draw)(state.key, ahead)
+  accept_keys = jax.vmap(lambda key, at: sampling.fold_keys(
+      jnp.broadcast_to(key, at.shape), at, sampling.ACCEPT))(state.key, position)
+  # Siblings share a position: the node number sets their coins apart.
+  u_accept = jax.vmap(jax.vmap(lambda key, i: jax.random.uniform(jax.random.fold_in(key, i))),
+                      (0, None))(accept_keys, jnp.arange(n))
+  return u_accept, u_bonus

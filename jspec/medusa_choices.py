@@ -1,0 +1,117 @@
+"""Static draft trees as Medusa writes them: lists of paths, a path being a rank for every depth.
+
+[(0,), (1,), (0, 0)] is the two likeliest tokens after the root, and the likeliest after the first.
+"""
+
+from __future__ import annotations
+
+import ast
+import heapq
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+Path = tuple[int, ...]
+
+# As published beside the heads (FasterDecoding/Medusa).
+CHOICES: Mapping[str, tuple[Path, ...]] = {
+  "mc_sim_7b_63": (
+    (0,), (0, 0), (1,), (0, 1), (2,), (0, 0, 0), (1, 0), (0, 2), (3,), (0, 3), (4,), (0, 4),
+    (2, 0), (0, 5), (0, 0, 1), (5,), (0, 6), (6,), (0, 7), (0, 1, 0), (1, 1), (7,), (0, 8),
+    (0, 0, 2), (3, 0), (0, 9), (8,), (9,), (1, 0, 0), (0, 2, 0), (1, 2), (0, 0, 3), (4, 0), (2, 1),
+    (0, 0, 4), (0, 0, 5), (0, 0, 0, 0), (0, 1, 1), (0, 0, 6), (0, 3, 0), (5, 0), (1, 3), (0, 0, 7),
+    (0, 0, 8), (0, 0, 9), (6, 0), (0, 4, 0), (1, 4), (7, 0), (0, 1, 2), (2, 0, 0), (3, 1), (2, 2),
+    (8, 0), (0, 5, 0), (1, 5), (1, 0, 1), (0, 2, 1), (9, 0), (0, 6, 0), (0, 0, 0, 1), (1, 6),
+    (0, 7, 0)),
+}
+
+
+def parse(value: Any) -> tuple[Path, ...]:
+  """The paths of a tree given by name, as lists, or as vLLM's text of a list of tuples."""
+  if isinstance(value, str):
+    if value in CHOICES:
+      return CHOICES[value]
+    try:
+      value = ast.literal_eval(value)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+      raise ValueError(f"draft tree {value!r} is neither a list of paths such as "
+                       f"[(0,), (1,), (0, 0)] nor one of {', '.join(CHOICES)}") from None
+  if not _is_list(value) or not value:
+    raise ValueError(f"a draft tree is a list of paths such as [(0,), (1,), (0, 0)], got {value!r}")
+  for path in value:
+    if not _is_list(path) or not path or not all(_is_rank(x) for x in path):
+      raise ValueError(f"draft tree path {path!r} is not a list of ranks, whole numbers from 0")
+  paths = tuple(tuple(path) for path in value)
+  seen = set(paths)
+  for path in paths:
+    if path not in seen:
+      raise ValueError(f"draft tree path {path} is there twice")
+    seen.remove(path)
+  known = {(), *paths}
+  for path in paths:
+    if path[:-1] not in known:
+      raise ValueError(f"draft tree path {path} has no parent: {path[:-1]} is not a path")
+  return paths
+
+
+def _is_list(value: Any) -> bool:
+  return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def _is_rank(value: Any) -> bool:
+  return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def search(accuracy: Sequence[Sequence[float]], num_nodes: int) -> tuple[Path, ...]:
+  """The tree of num_nodes draft tokens that Medusa's greedy search finds, best node first.
+
+  A node is accepted with the product of the accuracies along its path (Cai et al. 2024, section
+  2.3.3), taking heads as independent; the sum over the nodes is the expected accepted length.
+  Where accuracies fall with the rank no tree of that size has more. Of equals, the shallower node
+  is first, then the one of lower ranks.
+
+  Args:
+    accuracy: [head][rank], how often the true token has that rank, as `measure` counts it.
+  """
+  room, below = 0, 1
+  for ranks in accuracy:
+    below *= len(ranks)
+    room += below
+  if not 1 <= num_nodes <= room:
+    raise ValueError(f"{num_nodes=} must lie in 1..{room}, the paths that these accuracies of "
+                     f"{len(accuracy)} heads are about")
+  found: list[Path] = []
+  # Next siblings and first children of the nodes found; entries compare in the order of choice.
+  best: list[tuple[float, int, Path, float]]  # ..., what the parent is accepted with
+  best = [(-float(accuracy[0][0]), 1, (0,), 1.0)]
+  while len(found) < num_nodes:
+    negative, depth, path, parent = heapq.heappop(best)
+    found.append(path)
+    sibling = path[-1] + 1
+    if sibling < len(accuracy[depth - 1]):
+      heapq.heappush(best, (-parent * float(accuracy[depth - 1][sibling]), depth,
+                            (*path[:-1], sibling), parent))
+    if depth < len(accuracy) and len(accuracy[depth]):
+      heapq.heappush(best, (negative * float(accuracy[depth][0]), depth + 1, (*path, 0),
+                            -negative))
+  return tuple(found)
+
+
+def expected_length(accuracy: Sequence[Sequence[float]], paths: Sequence[Path]) -> float:
+  """Draft tokens accepted per step, taking heads as independent."""
+  return float(sum(np.prod([accuracy[d][rank] for d, rank in enumerate(path)]) for path in paths))
+
+
+def measure(top: np.ndarray, true: np.ndarray) -> np.ndarray:
+  """float64[H, R]: how often the token that head h was to predict is its r-th likeliest.
+
+  Args:
+    top: int[T, H, R], tokens at each position, likeliest first.
+    true: int[T, H], the tokens there were; negative where there was none.
+  """
+  known = true >= 0
+  if not known.any(0).all():
+    raise ValueError(f"head {int(np.argmin(known.any(0)))} has no position to be measured at")
+  hit = (top == true[..., None]) & known[..., None]
+  return hit.sum(0) / known.sum(0)[:, None]
