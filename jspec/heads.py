@@ -14,7 +14,7 @@ from jspec.config import DTYPES, ModelConfig
 from jspec.head_config import EagleConfig, HeadConfig, MedusaConfig
 from jspec.head_files import METHODS, HeadFiles, kind_of_head, read_head_files
 from jspec.head_formats import HeadLayout, Leaf, head_layout
-from jspec.hub import DEFAULT_MODELS, resolve_head
+from jspec.hub import may_be_head, resolve_head
 from jspec.weights import Params, Path, Place, WeightsError, on_device, progress_bar
 
 
@@ -44,7 +44,7 @@ def detect_method(name: str | pathlib.Path,
                   cache_dir: str | pathlib.Path | None = None) -> str | None:
   """The method that a checkpoint is a head for, None for a plain model."""
   del cache_dir  # unused: embedded models are no heads
-  if str(name) in DEFAULT_MODELS or pathlib.Path(name).suffix == ".gguf":
+  if pathlib.Path(name).suffix == ".gguf" or not may_be_head(name):
     return None
   return method_of(read_head_files(resolve_head(name)))
 

@@ -172,6 +172,12 @@ def resolve(name: str | pathlib.Path, cache_dir: str | pathlib.Path | None = Non
                    f"Hugging Face repo id (org/name), or one of {', '.join(DEFAULT_MODELS)}")
 
 
+def may_be_head(name: str | pathlib.Path) -> bool:
+  """Whether the name is of something that `resolve_head` can open: not an embedded model's."""
+  there = pathlib.Path(name).expanduser().exists() or _REPO_ID.fullmatch(str(name)) is not None
+  return there and str(name) not in DEFAULT_MODELS
+
+
 def resolve_head(name: str | pathlib.Path) -> pathlib.Path:
   """The folder of a drafting head (or model), or its one file; a repo id is fetched first."""
   path = pathlib.Path(name).expanduser()

@@ -73,9 +73,10 @@ class LLM:
                numerics: str = "fast", seed: int = 0,
                cache_dir: str | pathlib.Path | None = None, progress: bool | None = None,
                **older_flags: Any):
+    own_name = model.name if isinstance(model, hub.LoadedModel) else str(model)
     self.speculative = parse_speculative(
         dict(speculative_config) if speculative_config is not None else None, older_flags,
-        lambda name: heads.detect_method(name, cache_dir))
+        lambda name: None if name == own_name else heads.detect_method(name, cache_dir))
     if dtype == "auto":
       dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     fields: dict[str, Any] = dict(

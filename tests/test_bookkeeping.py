@@ -64,7 +64,9 @@ def check(rig, draft_params, target, accepted):
   return texts
 
 
-@pytest.mark.parametrize("depth", range(1, 9))
+@pytest.mark.parametrize("depth", [  # all others, too, with -m slow
+    depth if depth in (1, 3, 5, 8) else pytest.param(depth, marks=pytest.mark.slow)
+    for depth in range(1, 9)])
 def test_the_target_as_its_own_draft_accepts_every_token_of_every_step(depth):
   """Chains shorter than a page, of a page and longer: 200 steps cross hundreds of boundaries."""
   drafter = draft_model(tiny.DRAFT, (1,) * depth, tiny.PAGE, jnp.float32, False)
@@ -101,13 +103,19 @@ HEADS = {
 }
 
 
+QUICK = ("medusa tree", "mlp chain", "eagle tree", "eagle3 long chain", "medusa sampled tree",
+         "eagle3 sampled chain", "eagle3 dynamic")
+every_head = pytest.mark.parametrize("name", [
+    name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in HEADS])
+
+
 @functools.cache
 def head_run(name):
   return compile_steps(HEADS[name][1](), 3)
 
 
 @pytest.mark.parametrize("right", [True, False], ids=["right", "wrong"])
-@pytest.mark.parametrize("name", HEADS)
+@every_head
 def test_a_head_that_knows_the_target_by_heart(name, right):
   """Always right: all of its depth in every one of 200 steps. Always wrong: nothing, same text."""
   rig = head_run(name)
@@ -139,7 +147,7 @@ def smallest_p_value(texts):
 
 
 @pytest.mark.parametrize("right", [True, False], ids=["right", "wrong"])
-@pytest.mark.parametrize("name", HEADS)
+@every_head
 def test_sampled_text_has_the_targets_law_whatever_the_head_knows(name, right):
   """N >= 3600 transitions; where q is p, hardly a draft is refused."""
   rig, texts = head_run(name), []
@@ -153,7 +161,7 @@ def test_sampled_text_has_the_targets_law_whatever_the_head_knows(name, right):
 
 
 def test_a_law_of_another_temperature_is_noticed():
-  rig, params = head_run("mlp sampled chain"), markov.head_params(markov.MLP, True)
+  rig, params = head_run("mlp chain"), markov.head_params(markov.MLP, True)
   texts = [text for seed in range(2) for text in run(
       rig, params, markov.target_params(), 1.3 * TEMPERATURE, seed)[1]]
   assert smallest_p_value(texts) < ALPHA

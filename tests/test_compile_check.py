@@ -294,7 +294,7 @@ def test_sizes(number, text):
 @pytest.mark.parametrize("argv, words", [
   (["--model", "gpt-5"], "model 'gpt-5' is unknown; known: llama-3.1-8b, llama-3.3-70b"),
   (["--chip", "v9"], "chip 'v9' is unknown; known: v5e, v5p, v6e, tpu7x, A100, H100, H200"),
-  (["--drafter", "eagle"], "drafter 'eagle' is unknown; known: none, ngram, draft_model"),
+  (["--drafter", "beagle"], "drafter 'beagle' is unknown; known: none, ngram, suffix, draft"),
   (["--drafter", "draft_model", "--model", "smollm2-135m"], "no draft model is known for 'smollm2"),
   (["--drafter", "none", "--nodes", "4"], "nodes=4 does not suit drafter 'none'"),
   (["--nodes", "1"], "nodes=1 does not suit drafter 'ngram'"),
@@ -302,7 +302,6 @@ def test_sizes(number, text):
   (["--tp", "2", "--model", "smollm2-135m"], "num_heads=9 is not divisible by tp=2"),
   (["--batch", "0"], "batch must be >= 1, got 0"),
   (["--context", "999999"], "context=999999 exceeds llama-3.1-8b's 131072 positions"),
-  (["--page-size", "4"], "nodes=8 exceeds page_size=4"),
   (["--dtype", "float16"], "dtype 'float16' is not one of"),
   (["--kv-cache-dtype", "int4"], "kv_cache_dtype 'int4' is not one of"),
   (["--layers", "2,3,4"], "--layers must be one or two numbers"),

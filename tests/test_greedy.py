@@ -149,7 +149,8 @@ def test_bitwise_logits_do_not_depend_on_the_width(dtype):
   params = model.init_params(jax.random.key(1), config, jnp.dtype(dtype))
   token = jax.random.randint(jax.random.key(2), (3, 24), 0, 320)
 
-  @functools.partial(jax.jit, static_argnums=0)
+  @functools.partial(jax.jit, static_argnums=0,
+                     compiler_options={"xla_backend_optimization_level": 3})  # as users have it
   def forward(n, token, pages, table, length):
     b = token.shape[0]
     hidden, _, pages = model.forward(

@@ -158,8 +158,9 @@ def test_repo_ids_fetch_torch_files_only_where_there_are_no_others(tmp_path, mon
   hc.write(CHECKPOINTS["eagle"], tmp_path)
   assert heads.detect_method("org/name") == "eagle" and len(asked) == 3
   assert hub.read_model_config("org/name").width == hc.E and asked[3:] == [["config.json"]]
+  assert heads.detect_method("no-such-folder") is None  # for whoever loads it to refuse
   with pytest.raises(ValueError, match="checkpoint 'no-such-folder' is unknown: give a folder"):
-    heads.detect_method("no-such-folder")
+    heads.load_head("no-such-folder", hc.TARGET, method="eagle")
 
 
 # ------------------------------------------------------------ what a checkpoint is

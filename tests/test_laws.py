@@ -204,6 +204,8 @@ N, Z = 4000, 5.5  # |z| > 5.5 has probability 4e-8; a dozen nodes x 12 tokens x 
 def largest_z(tree):
   """Of (times node i held v - their expectation under the stated q) / standard deviation."""
   q, token = np.array(tree.q_probs, np.float64)[:, 1:], np.array(tree.token)[:, 1:]
+  used = np.array(tree.parent)[:, 1:] != NO_PARENT
+  q, token = q * used[..., None], np.where(used, token, -1)  # -1: no token at all
   difference = ((token[..., None] == np.arange(tiny.VOCAB)) - q).sum(0)
   variance = (q * (1 - q)).sum(0)
   assert variance.max() > 100
@@ -216,8 +218,8 @@ def test_law_5_tokens_are_drawn_from_the_q_they_carry(name):
   b = Bench(name, N)
   text = jax.tree.map(lambda x: np.broadcast_to(x[:1], x.shape), b.text(7))
   tree, _ = b.propose(b.observe(b.empty, text, 0, 9), text, 9)
-  q = np.array(tree.q_probs)[:, 1:]
-  assert (q >= 0).all()
+  q = np.array(tree.q_probs)[np.array(tree.parent) != NO_PARENT]
+  assert (q >= 0).all() and len(q) > N / 2
   np.testing.assert_allclose(q.sum(-1), 1, atol=1e-5)
   assert largest_z(tree) < Z
   # The same test refuses a q stated at another temperature.

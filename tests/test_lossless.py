@@ -127,7 +127,14 @@ def test_the_law_with_a_kernel_in_place_of_the_reference(monkeypatch, name, kern
   assert smallest_p_value(root, samples) > BOUND
 
 
-@pytest.mark.parametrize("name", tiny.CASES)
+def quick_or_slow(name):
+  """Drafts that are no samples give the very text of plain sampling, as test_greedy.py shows."""
+  quick = name in ("none", "ngram", "draft_model_tree", "eagle_dynamic", "random_trees")
+  sampled = tiny.CASES[name](tiny.TARGET)[0].sampled
+  return name if quick or sampled else pytest.param(name, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", map(quick_or_slow, tiny.CASES))
 def test_next_three_tokens_have_the_targets_law(name):
   rig = tiny.rig(name, B)
   root, samples = texts(rig)

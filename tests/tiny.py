@@ -56,7 +56,7 @@ def step_config(drafter: Drafter, num_slots: int, widths=None, rows_per_pass=1e9
   return StepConfig(model, widths, CostModel(rows_per_pass), max_logprobs=1, attend=attend)
 
 
-def compiled(function, donate: int, level: int = 3):
+def compiled(function, donate: int, level: int = 1):
   """(jitted, a list that grows with each trace). Level 0 compiles in half the time, runs slowly."""
   traces: list[int] = []
 

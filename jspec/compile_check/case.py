@@ -51,9 +51,6 @@ class Case:
     if self.context > config.max_positions:
       raise ValueError(f"context={self.context} exceeds {self.model}'s {config.max_positions} "
                        "positions")
-    if self.nodes > self.page_size:
-      raise ValueError(f"nodes={self.nodes} exceeds page_size={self.page_size}: the tokens of a "
-                       "step must fit a page")
     _check_split(self.model, config, self.tp)
     if self.kv_cache_dtype not in KV_DTYPES:
       raise ValueError(f"kv_cache_dtype {self.kv_cache_dtype!r} is not one of {tuple(KV_DTYPES)}")

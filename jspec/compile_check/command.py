@@ -122,6 +122,8 @@ def all_cases() -> list[Case]:
   cases += [Case("llama-3.3-70b", chip, tp=8) for chip in main]
   cases += [Case("llama-3.1-8b", chip, "draft_model", tp=tp, nodes=4)
             for chip, tp in (("v5p", 1), ("H200", 4))]
+  cases += [Case("llama-3.1-8b", chip, "eagle3", tp=tp, nodes=4)
+            for chip, tp in (("v5e", 4), ("v5p", 1), ("H200", 1), ("H200", 4))]
   cases += [Case("llama-3.1-8b", chip, kv_cache_dtype=kv)
             for chip, kv in (("v6e", "fp8"), ("v5p", "int8"), ("H200", "fp8"))]
   cases += [Case("qwen3-8b", chip) for chip in ("v5p", "H200")]

@@ -59,8 +59,11 @@ def draft_model_of(target: str) -> ModelConfig:
   return DRAFT_MODELS[DRAFT_MODEL_OF[target]]
 
 
-def head_of(target: str, method: str) -> HeadConfig:
-  """A head as they are published for such models: a layer of the target, up to 32,000 tokens."""
+def head_of(target: str, method: str, num_layers: int) -> HeadConfig:
+  """A head as they are published for such models: a layer of the target, up to 32,000 tokens.
+
+  num_layers: of the target as it is compiled; its features come from the first, middle and last.
+  """
   c = find(target)
   if method == "medusa":
     return MedusaConfig(c.width, c.vocab_size, num_heads=5)
@@ -70,7 +73,7 @@ def head_of(target: str, method: str) -> HeadConfig:
   if method == "eagle":
     return EagleConfig(1, layer, c.width)
   return EagleConfig(3, layer, c.width, draft_vocab_size=min(32000, c.vocab_size // 4),
-                     has_head=True)
+                     feature_layers=(0, num_layers // 2, num_layers), has_head=True)
 
 
 def with_depth(config: ModelConfig, num_layers: int) -> ModelConfig:
