@@ -97,7 +97,7 @@ def build_parser() -> argparse.ArgumentParser:
     "inspect", help="what a head or model is, and whether a head fits the target")
   inspect.add_argument("path", help="folder, file, Hugging Face repo id or a name from the list")
   inspect.add_argument("--target", metavar="MODEL", default=DEFAULT_MODEL,
-                       help="of which only the config is read (default: %(default)s)")
+                       help="the target, fetched if need be (default: %(default)s)")
   inspect.set_defaults(run=run_inspect)
   for command in (models, inspect):  # suppressed: a subcommand's default must not undo a flag
     command.add_argument("--json", action="store_true", help="as JSON",

@@ -110,6 +110,10 @@ class Verification:
   posterior_alpha: float = 0.3
   rates: tuple[float, ...] = ()  # of lossy_synthetic: chance that draft token i and all before pass
 
+  @property
+  def is_lossy(self) -> bool:
+    return self.name.startswith("lossy")
+
   def __post_init__(self):
     if self.name not in VERIFICATIONS:
       raise ValueError(f"verification {self.name!r} is not one of {VERIFICATIONS}")

@@ -24,6 +24,7 @@ from jspec.spec_config import SpeculativeConfig
 from jspec.types import FirstToken, SlotRequest, SpecState, StepOutput
 
 MAX_STEPS = 16  # of one device loop
+FED_STEPS = 4  # the same where a drafter waits for what the host finds: it is one loop behind
 STRAGGLERS, EVERYBODY = 2.0, 1000.0  # whose tokens count, see plan.plan
 
 
@@ -62,6 +63,8 @@ class Engine:
     self._next_key = jax.jit(lambda i: jax.random.fold_in(jax.random.key(config.seed), i),
                              out_shardings=devices.everywhere)
     self._unseeded = 0
+    self._fed: dict[int, Request] = {}  # whom _fed_params were made for, by slot
+    self._fed_params: Any = None
     self._state = jax.jit(lambda: state(jax.random.key(config.seed)),
                           out_shardings=self._shardings)()
 
@@ -127,15 +130,27 @@ class Engine:
   def _start_loop(self, running: dict[int, Request], num_steps: int, batch: bool) -> StepOutput:
     if any(r.params.stop for r in running.values()):
       num_steps = 1  # only the host sees a stop string
+    if self.drafter.feed is not None:
+      num_steps = min(num_steps, FED_STEPS)
     # A batch that nobody waits behind is done when its last request is.
     lag = STRAGGLERS if batch and not self.scheduler.waiting else EVERYBODY
     params = self._step_params(len(running), lag)
     if self.drafter.feed is not None:
-      texts = [(*r.prompt_ids, *r.tokens) if (r := running.get(slot)) else None
-               for slot in range(self.config.max_num_seqs)]
-      params["draft"] = self.drafter.feed.params(texts)
+      if any(self._fed.get(slot) is not request for slot, request in running.items()):
+        self._feed(running)  # somebody is new here
+      params["draft"] = self._fed_params
     self._state, out = self._run(params, self._state, np.int32(num_steps))
+    if self.drafter.feed is not None:
+      self._feed(running)  # for the next loop, while the device is busy with this one
     return out
+
+  def _feed(self, running: dict[int, Request]) -> None:
+    """Makes the arrays that a drafter gets from the host."""
+    feed = self.drafter.feed
+    assert feed is not None
+    ends = [running[slot].last_tokens(feed.context) if slot in running else None
+            for slot in range(self.config.max_num_seqs)]
+    self._fed, self._fed_params = dict(running), feed.params(ends)
 
   def _take(self, running: dict[int, Request], out: StepOutput) -> None:
     """Hands a device loop's tokens to their requests."""

@@ -37,10 +37,6 @@ class MedusaConfig:
   def target_width(self) -> int:
     return self.width
 
-  @property
-  def max_draft(self) -> int:
-    return self.num_heads
-
 
 @dataclasses.dataclass(frozen=True)
 class MlpSpeculatorConfig:
@@ -57,7 +53,7 @@ class MlpSpeculatorConfig:
   scale_input: bool = False
   tie_weights: bool = False  # as in the checkpoint; the tree has every stage in any case
   top_k_tokens_per_head: tuple[int, ...] = ()  # for candidate trees
-  n_candidates: int = 5
+  n_candidates: int = 5  # as the checkpoint suggests
 
   def __post_init__(self):
     _check_sizes(self, "width", "vocab_size", "n_predict", "inner_dim", "n_candidates")
@@ -70,10 +66,6 @@ class MlpSpeculatorConfig:
   @property
   def target_width(self) -> int:
     return self.width
-
-  @property
-  def max_draft(self) -> int:
-    return self.n_predict
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,10 +117,6 @@ class EagleConfig:
   @property
   def vocab_size(self) -> int:
     return self.layer.vocab_size
-
-  @property
-  def max_draft(self) -> int | None:
-    return None  # it feeds on itself: any number
 
   def taps(self, num_layers: int) -> tuple[int, ...]:
     """The target's hidden states that fill the feature, for a target of that many layers."""

@@ -113,7 +113,8 @@ def kind_of_head(files: HeadFiles) -> str | None:
   for kind in (by_config, by_tensor):
     if kind is not None and kind not in METHODS:
       return kind
-  return by_config or by_tensor
+  # EAGLE-1's tensors do not tell it from others, EAGLE-3's do.
+  return "eagle3" if by_tensor == "eagle3" else by_config or by_tensor
 
 
 def _by_config(config: Mapping[str, Any]) -> str | None:

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from jspec.config import DTYPES, ModelConfig
-from jspec.head_config import EagleConfig, HeadConfig, MedusaConfig
+from jspec.head_config import EagleConfig, HeadConfig, MedusaConfig, MlpSpeculatorConfig
 from jspec.head_files import METHODS, HeadFiles, kind_of_head, read_head_files
 from jspec.head_formats import HeadLayout, Leaf, head_layout
 from jspec.hub import may_be_head, resolve_head
@@ -19,31 +19,27 @@ from jspec.weights import Params, Path, Place, WeightsError, on_device, progress
 
 
 def load_head(name: str | pathlib.Path, target: ModelConfig, *, method: str | None = None,
-              dtype: str = "float32", cache_dir: str | pathlib.Path | None = None,
-              progress: bool | None = None, put: Place = on_device) -> tuple[HeadConfig, Params]:
+              dtype: str = "float32", progress: bool | None = None,
+              put: Place = on_device) -> tuple[HeadConfig, Params]:
   """A head that fits the target, and its parameter tree as head_config.py documents it.
 
   Args:
     name: a folder, a .safetensors, .bin or .pt file, or a Hugging Face repo id.
     method: one of head_files.METHODS; None: what the checkpoint is.
     dtype: of matrices and embeddings; norms are float32.
-    cache_dir: of embedded models; Hugging Face keeps its own.
     progress: show a progress bar on stderr; None means only on a terminal.
     put: places a parameter on the device or devices that need it.
   """
-  del cache_dir  # unused: no head is embedded
   if dtype not in DTYPES:
     raise ValueError(f"{dtype=} is not one of {', '.join(DTYPES)}")
   files = read_head_files(resolve_head(name))
   layout = open_head(files, target, method)
-  check_fit(files.where, layout.config, target)
+  check_fit(files.where, layout, target)
   return layout.config, _read(layout, dtype, progress, put)
 
 
-def detect_method(name: str | pathlib.Path,
-                  cache_dir: str | pathlib.Path | None = None) -> str | None:
+def detect_method(name: str | pathlib.Path) -> str | None:
   """The method that a checkpoint is a head for, None for a plain model."""
-  del cache_dir  # unused: embedded models are no heads
   if pathlib.Path(name).suffix == ".gguf" or not may_be_head(name):
     return None
   return method_of(read_head_files(resolve_head(name)))
@@ -91,11 +87,13 @@ def check_tensors(where: str, layout: HeadLayout) -> None:
                        f"{', '.join(extra[:3])}")
 
 
-def check_fit(where: str, config: HeadConfig, target: ModelConfig) -> None:
+def check_fit(where: str, layout: HeadLayout, target: ModelConfig) -> None:
   """Refuses a head that was made for another target."""
+  config = layout.config
   if config.target_width != target.width:
-    raise ValueError(f"{where}: this head is for targets of width {config.target_width}, the "
-                     f"target has {target.width}")
+    leaf, needed = _reads_features(layout, target.width)
+    raise ValueError(f"{where}: tensor {leaf.name} has shape {leaf.shape}, for targets of width "
+                     f"{config.target_width}: this target has {target.width} and needs {needed}")
   if config.vocab_size != target.vocab_size:
     raise ValueError(f"{where}: this head is for a vocabulary of {config.vocab_size} tokens, the "
                      f"target has {target.vocab_size}")
@@ -109,6 +107,17 @@ def check_fit(where: str, config: HeadConfig, target: ModelConfig) -> None:
     if needs:
       raise ValueError(f"{where}: this head is {config.width} wide and has no {needs[0]} of its "
                        f"own: it can't share the target's, which is {target.width} wide")
+
+
+def _reads_features(layout: HeadLayout, width: int) -> tuple[Leaf, tuple[int, ...]]:
+  """The first tensor that the target's features meet, and its shape for a target of that width."""
+  config = layout.config
+  if isinstance(config, MedusaConfig):
+    return layout.leaves["heads", 0, "blocks", 0, "w"], (width, width)
+  if isinstance(config, MlpSpeculatorConfig):
+    return layout.leaves["stages", 0, "proj", "w"], (config.inner_dim, width)
+  inputs = config.width + width if config.version == 1 else config.num_taps * width
+  return layout.leaves["fc", "w"], (config.width, inputs)
 
 
 def shared_with_target(config: HeadConfig) -> tuple[str, ...]:

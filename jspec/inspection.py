@@ -32,7 +32,7 @@ def _head(name: str, files: HeadFiles, target_name: str, target: ModelConfig) ->
   layout = open_head(files, target)
   config = layout.config
   try:
-    check_fit(files.where, config, target)
+    check_fit(files.where, layout, target)
     misfit = None
   except ValueError as error:
     misfit = str(error).removeprefix(f"{files.where}: ")

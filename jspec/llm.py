@@ -76,7 +76,7 @@ class LLM:
     own_name = model.name if isinstance(model, hub.LoadedModel) else str(model)
     self.speculative = parse_speculative(
         dict(speculative_config) if speculative_config is not None else None, older_flags,
-        lambda name: None if name == own_name else heads.detect_method(name, cache_dir))
+        lambda name: None if name == own_name else heads.detect_method(name))
     if dtype == "auto":
       dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     fields: dict[str, Any] = dict(
@@ -91,8 +91,7 @@ class LLM:
     self._load = lambda name, placer: hub.load_model(
         name, dtype=dtype, cache_dir=cache_dir, progress=progress, placer=placer)
     self._load_head = lambda name, method, put: heads.load_head(
-        name, self.config, method=method, dtype=dtype, cache_dir=cache_dir, progress=progress,
-        put=put)
+        name, self.config, method=method, dtype=dtype, progress=progress, put=put)
     self.loaded = _placed(model, placements[0].target) if isinstance(
         model, hub.LoadedModel) else self._load(model, placements[0].target)
     self.config: ModelConfig = self.loaded.config
@@ -114,20 +113,18 @@ class LLM:
     bitwise = fields["numerics"] == "bitwise"
     setup = DrafterSetup(
         spec=self.speculative, target=self.config, max_model_len=fields["max_model_len"],
-        page_size=fields["page_size"], kv_dtype=devices.kv_dtype, dtype=fields["dtype"],
-        bitwise=bitwise, attend=devices.draft_attend,
+        page_size=fields["page_size"], kv_dtype=devices.kv_dtype, bitwise=bitwise,
+        attend=devices.draft_attend,
         load_draft=lambda name: self._load_draft(name, devices.draft),
         load_head=lambda name: self._load_head(
             name, self.speculative.parts[-1], devices.head),
         target_params=params)
     drafter, draft_params = build(setup)
-    self.speculative = dataclasses.replace(
-        self.speculative, num_speculative_tokens=drafter.max_depth)
     self._check_rule(drafter)
     cost = ACCELERATOR_COST if jax.default_backend() != "cpu" else cpu_cost(
         self.config, fields["dtype"] == "float32" and not bitwise)
     config = engine_config(self.config, drafter.lookahead, **fields)
-    check_attention(devices.attend, self.config, config, devices.kv_dtype, drafter.lookahead)
+    check_attention(devices.attend, self.config, config, devices.kv_dtype, drafter.num_nodes)
     return Engine(self.config, params, drafter, draft_params, config, self.speculative, cost,
                   devices)
 

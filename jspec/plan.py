@@ -84,6 +84,7 @@ def plan(draft: DraftTree, state: SpecState, config: StepConfig, lag: jax.Array)
   ratio of expected tokens to cost is filled with its most promising nodes. The choice looks at
   past steps only, never at the drafted tokens, so it cannot bias them. Sampled drafts are verified
   whole: cutting one because of the company would make a seeded request's text depend on the batch.
+  So are drafts under a lossy rule: what passes there says nothing about the drafter.
 
   Args:
     lag: f32[], tokens. Progress is the soft minimum over the slots of how far each has come on its
@@ -103,7 +104,7 @@ def plan(draft: DraftTree, state: SpecState, config: StepConfig, lag: jax.Array)
   rows, nodes = (jnp.array(x) for x in zip(*config.widths, strict=True))
   room = rows - num_active
   node = jnp.tile(jnp.arange(n), b)
-  if draft.q_probs is not None:
+  if draft.q_probs is not None or config.verification.is_lossy:
     fits = (drafted.sum() <= room) & (jnp.where(drafted, jnp.arange(n), 0).max() < nodes)
     choice = jnp.argmax(fits)
   else:

@@ -49,6 +49,12 @@ class Request:
   def finished(self) -> bool:
     return self.finish_reason is not None
 
+  def last_tokens(self, count: int) -> tuple[int, ...]:
+    """Up to `count` tokens at the end of prompt and output."""
+    output = self.tokens[-count:]
+    missing = count - len(output)
+    return (*(self.prompt_ids[-missing:] if missing else ()), *output)
+
   def push(self, new: NewToken) -> None:
     """Appends one token; ends the request if it is the last. Later tokens are ignored.
 

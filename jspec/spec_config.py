@@ -13,6 +13,7 @@ HEADS = ("medusa", "mlp_speculator", "eagle", "eagle3")  # trained for one targe
 NEURAL = ("draft_model", *HEADS)
 METHODS = ("none", *LOOKUPS, *NEURAL)  # and "lookup+neural", e.g. "ngram+eagle3"
 DRAFT_SAMPLE_METHODS = ("greedy", "probabilistic")
+MANY = 2**30  # more draft tokens than any drafter has
 
 # Fields that only some methods know -> these methods.
 BELONGS = {
@@ -78,7 +79,7 @@ class SpeculativeConfig:
       raise ValueError(f"method {self.method!r} needs a model, got {self.model!r}")
     if "ngram" in self.parts:
       self._check_ngram()
-    self._check_numbers()
+    self.check_numbers()
     self._check_trees()
     self._check_verification()
     _check_schedule(self.schedule)
@@ -105,15 +106,15 @@ class SpeculativeConfig:
       raise ValueError(f"prompt_lookup_min={self.prompt_lookup_min} must not exceed "
                        f"prompt_lookup_max={self.prompt_lookup_max}")
 
-  def _check_numbers(self):
+  def check_numbers(self):
     for name, low in (("draft_tensor_parallel_size", 1), ("tree_top_k", 0),
                       ("tree_total_tokens", 0), ("n_candidates", 0), ("num_lookup_tokens", 0)):
       check_int(name, getattr(self, name), low)
     check_int("suffix_decoding_max_tree_depth", self.suffix_max_tree_depth, 1)
     check_int("suffix_decoding_max_cached_requests", self.suffix_max_cached_requests, 0)
-    _check_number("draft_confidence_threshold", self.draft_confidence_threshold, 0, 1)
-    _check_number("suffix_decoding_min_token_prob", self.suffix_min_token_prob, 0, 1)
-    _check_number("suffix_decoding_max_spec_factor", self.suffix_max_spec_factor, 0, 1e6)
+    check_number("draft_confidence_threshold", self.draft_confidence_threshold, 0, 1)
+    check_number("suffix_decoding_min_token_prob", self.suffix_min_token_prob, 0, 1)
+    check_number("suffix_decoding_max_spec_factor", self.suffix_max_spec_factor, 0, 1e6)
 
   def _check_trees(self):
     if self.tree_widths is not None:
@@ -149,13 +150,18 @@ class SpeculativeConfig:
                        "(draft_sample_method 'probabilistic', no tree, one method)")
 
   def draft_tokens_at(self, batch_size: int) -> int:
-    """Draft tokens per step at a batch size: gaps in the schedule go on with what came before."""
-    tokens = self.num_speculative_tokens
+    """The most draft tokens per step at a batch size; MANY where the drafter alone decides.
+
+    Gaps in the schedule go on with what came before.
+    """
+    most = max(self.num_speculative_tokens, self.num_lookup_tokens)
+    most = most if self.num_speculative_tokens else MANY
+    tokens = most
     for first, _, scheduled in self.schedule:
       if batch_size < first:
         break
       tokens = scheduled
-    return min(tokens, self.num_speculative_tokens)
+    return min(tokens, most)
 
 
 def _check_method(method: Any) -> None:
@@ -164,7 +170,7 @@ def _check_method(method: Any) -> None:
   joined = len(parts) == 2 and parts[0] in LOOKUPS and parts[1] in NEURAL
   if not known and not joined:
     raise ValueError(f"speculative method {method!r} is not one of {listed(METHODS)}, or "
-                     f"{listed(LOOKUPS)} joined with another, as in 'ngram+eagle3'")
+                     f"{listed(LOOKUPS)} joined with one that has a model, as in 'ngram+eagle3'")
 
 
 def _check_tree(widths: Sequence[int], num_speculative_tokens: int) -> None:
@@ -196,7 +202,7 @@ def check_int(name: str, value: Any, low: int) -> int:
   return value
 
 
-def _check_number(name: str, value: Any, low: float, high: float) -> None:
+def check_number(name: str, value: Any, low: float, high: float) -> None:
   if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
     raise ValueError(f"{name} must be a number in [{low}, {high:g}], got {value!r}")
 

@@ -14,7 +14,16 @@ from typing import Any
 
 from jspec import medusa_choices
 from jspec.config import Verification
-from jspec.spec_config import HEADS, METHODS, NEURAL, SpeculativeConfig, check_int, listed
+from jspec.spec_config import (
+  HEADS,
+  MANY,
+  METHODS,
+  NEURAL,
+  SpeculativeConfig,
+  check_int,
+  check_number,
+  listed,
+)
 from jspec.spec_keys import INSTEAD, KEYS, NO_EFFECT, OLDER, UNSUPPORTED
 
 # The n-gram defaults differ from vLLM's 5/5: one-token matches make chat slower than plain
@@ -22,7 +31,6 @@ from jspec.spec_keys import INSTEAD, KEYS, NO_EFFECT, OLDER, UNSUPPORTED
 NGRAM_LOOKUP_MAX, NGRAM_LOOKUP_MIN = 4, 2
 NGRAM_DRAFT_TOKENS = 7
 
-_ALL = 2**30  # more draft tokens than any drafter has
 _NGRAM_NAMES = ("ngram", "[ngram]")
 _OTHER_METHODS = ("custom_class", "mtp", "dflash", "dspark", "extract_hidden_states")  # vLLM's
 _NAME_HINTS = (("eagle3", "eagle3"), ("eagle-", "eagle"), ("dflash", "dflash"),
@@ -94,7 +102,8 @@ def parse_speculative(config: Mapping[str, Any] | None = None,
   return SpeculativeConfig(
     method=method, num_speculative_tokens=tokens, prompt_lookup_max=lookup_max,
     prompt_lookup_min=lookup_min, draft_sample_method=sampling, tree_widths=widths,
-    tree_paths=paths, schedule=_schedule(keys, tokens), verification=verification, **fields)
+    tree_paths=paths, schedule=_schedule(keys, max(tokens, fields.get("num_lookup_tokens", 0))),
+    verification=verification, **fields)
 
 
 def _merged(config: Mapping[str, Any] | None, older: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -143,8 +152,9 @@ def _method(keys: Mapping[str, Any], detect: Callable[[str], str | None] | None)
                      f"({listed(METHODS)}) or a draft model")
   if method is None:
     method = _method_of(str(model), detect)
-  if method in ("ngram_gpu", "[ngram]"):  # jspec's n-gram drafter is on the device anyway
-    method = "ngram"
+  if isinstance(method, str):  # jspec's n-gram drafter is on the device anyway
+    method = "+".join("ngram" if part in ("ngram_gpu", "[ngram]") else part
+                      for part in method.split("+"))
   parts = str(method).split("+")
   if not isinstance(method, str) or any(part not in METHODS for part in parts):
     other = method in _OTHER_METHODS or str(method).endswith("_mtp")
@@ -152,7 +162,8 @@ def _method(keys: Mapping[str, Any], detect: Callable[[str], str | None] | None)
     raise ValueError(f"speculative method {method!r} {what}: methods are {listed(METHODS)}, or "
                      "two of them joined, as in 'ngram+eagle3'")
   takes_model = method == "none" or set(parts) & set(NEURAL)  # none refuses every key by itself
-  if not takes_model and model is not None and model not in _NGRAM_NAMES:
+  if not takes_model and model is not None and not (
+      method == "ngram" and model in _NGRAM_NAMES):
     raise ValueError(f"method {method!r} uses no model, got model={model!r}: leave it out")
   return method
 
@@ -227,7 +238,7 @@ def _verification(keys: Mapping[str, Any], tokens: int) -> tuple[str, Verificati
                      f"allowed are {listed(_RULES)}")
   acceptance = keys.get("acceptance_method")
   if acceptance is not None:
-    if acceptance not in _ACCEPTANCE_METHODS:
+    if not isinstance(acceptance, str) or acceptance not in _ACCEPTANCE_METHODS:
       raise ValueError(f"acceptance_method={acceptance!r} is not supported: "
                        f"allowed are {listed(_ACCEPTANCE_METHODS)}")
     if "rejection_sample_method" in keys:
@@ -264,6 +275,8 @@ def _rates(keys: Mapping[str, Any], tokens: int, name: str, rule: str) -> tuple[
     if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != tokens:
       raise ValueError(f"synthetic_acceptance_rates must be a list of num_speculative_tokens="
                        f"{tokens} numbers, got {value!r}")
+    for rate in value:
+      check_number("each of synthetic_acceptance_rates", rate, 0, 1)
     return tuple(value)
   low, high = (1, tokens + 1) if given[0] == "synthetic_acceptance_length" else (0, 1)
   if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
@@ -280,7 +293,7 @@ def _schedule(keys: Mapping[str, Any], tokens: int) -> tuple[tuple[int, int, int
                      "given: use the former")
   if limit is not None:
     check_int("disable_by_batch_size", limit, 2)
-    return ((1, limit - 1, tokens or _ALL), (limit, limit, 0))  # the last range goes on
+    return ((1, limit - 1, tokens or MANY), (limit, limit, 0))  # the last range goes on
   if ranges is None:
     return ()
   try:

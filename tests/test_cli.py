@@ -282,11 +282,13 @@ def test_inspect_says_what_a_head_is_and_whether_it_fits(capsys, tmp_path, monke
   other = small_target(tmp_path / "other", hidden_size=32)
   report = inspected(capsys, [folder, "--target", other])
   assert report["fits"] is False
-  assert report["misfit"] == "this head is for targets of width 16, the target has 32"
+  misfit = ("tensor fc.weight has shape (16, 48), for targets of width 16: this target has 32 and "
+            "needs (16, 96)")
+  assert report["misfit"] == misfit
   assert cli.main(["models", "inspect", folder, "--target", other]) == 0
   out = capsys.readouterr().out
   assert f"{folder}: a head for method 'eagle3', format EAGLE-3\n" in out
-  assert f"{other}: this head is for targets of width 16, the target has 32" in out
+  assert f"{other}: {misfit}" in out
 
 
 @pytest.mark.parametrize("checkpoint, shared", [

@@ -124,7 +124,7 @@ def test_only_two_chains_make_a_chain(first, second, is_chain):
 
 def test_the_combined_drafter_needs_what_both_need():
   fed = []
-  feed = Feed(lambda texts: {"fed": texts}, lambda prompt, output: fed.append((prompt, output)))
+  feed = Feed(lambda texts: {"fed": texts}, 9, lambda prompt, output: fed.append((prompt, output)))
   drafter, params = combine(canned(3, 2, 1, feed=feed), "before", canned(
       3, 2, 1, feature_layers=(1, 2), num_scratch=9), "second's")
   assert params == ("before", "second's")

@@ -268,14 +268,18 @@ def test_harmless_extras_are_allowed(tmp_path):
 
 
 @pytest.mark.parametrize("name, change, words", [
-  ("medusa", {"width": 32}, "targets of width 16, the target has 32"),
+  ("medusa", {"width": 32},
+   "weight has shape (16, 16), for targets of width 16: this target has 32 and needs (32, 32)"),
   ("medusa", {"vocab_size": 41}, "a vocabulary of 40 tokens, the target has 41"),
   ("medusa-vllm-cut", {"vocab_size": 41}, "a vocabulary of 40 tokens, the target has 41"),
-  ("mlp", {"width": 32}, "targets of width 16, the target has 32"),
+  ("mlp", {"width": 32},
+   "weight has shape (24, 16), for targets of width 16: this target has 32 and needs (24, 32)"),
   ("mlp", {"vocab_size": 41}, "a vocabulary of 40 tokens, the target has 41"),
-  ("eagle", {"width": 32}, "targets of width 16, the target has 32"),
+  ("eagle", {"width": 32},
+   "weight has shape (16, 32), for targets of width 16: this target has 32 and needs (16, 48)"),
   ("eagle", {"vocab_size": 39}, "a vocabulary of 40 tokens, the target has 39"),
-  ("eagle3", {"width": 32}, "targets of width 16, the target has 32"),
+  ("eagle3", {"width": 32},
+   "weight has shape (16, 48), for targets of width 16: this target has 32 and needs (16, 96)"),
   ("eagle3", {"num_layers": 2}, "reads hidden states [2, 1, -1] of the target, which has 0 to 2"),
   ("speculators-all", {"num_layers": 7}, "hidden states [0, 3, 4, 8] of the target, which has 0"),
 ])

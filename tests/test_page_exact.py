@@ -94,7 +94,9 @@ def without_features(state):
 
 
 @pytest.mark.parametrize("name, spoil", [
-    ("draft_model", without_drafter_pages), ("ngram", without_drafter_pages)])
+    ("draft_model", without_drafter_pages), ("ngram", without_drafter_pages),
+    ("suffix", without_drafter_pages), ("eagle", without_drafter_pages),
+    ("eagle", without_features), ("medusa_tree", without_features)])
 def test_what_the_pages_keep_is_what_makes_the_drafts(name, spoil):
   (_, outputs), (_, expected) = rebuilt_and_cold(name, 0.0, spoil)
   steps = min(len(outputs), len(expected))

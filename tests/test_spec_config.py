@@ -169,6 +169,10 @@ def test_accepted_configurations(config, older, expected):
   ({"method": "ngram", "num_speculative_tokens": 2, "rejection_sample_method": "synthetic",
     "synthetic_acceptance_rates": [0.5]}, None, "list of num_speculative_tokens=2"),
   ({"method": "ngram", "synthetic_acceptance_length": 2}, None, "belongs to rejection"),
+  ({"method": "ngram", "num_speculative_tokens": 2, "rejection_sample_method": "synthetic",
+    "synthetic_acceptance_rates": ["a", "b"]}, None, "must be a number in .* got 'a'"),
+  ({"method": "ngram", "acceptance_method": ["typical"]}, None, "acceptance_method=.'typical'. is"),
+  ({"method": "suffix", "model": "ngram"}, None, "uses no model"),
   ({"model": 5}, None, "name or a path, got 5"),
   ({"method": "ngram", "model": "m"}, None, "uses no model"),
   ({"method": "draft_model", "num_speculative_tokens": 3}, None, "needs a model"),
@@ -235,6 +239,14 @@ def test_supported_keys_do_not_warn():
   with warnings.catch_warnings():
     warnings.simplefilter("error")
     parse_speculative({"method": "ngram", "quantization": None})
+
+
+def test_a_batch_size_limit_cuts_neither_a_heads_own_number_nor_a_lookups():
+  parse = lambda **keys: parse_speculative(
+    {"model": "m", "disable_by_batch_size": 4, **keys}).draft_tokens_at
+  assert parse(method="eagle3")(3) > 1000 and parse(method="eagle3")(4) == 0
+  joined = parse(method="ngram+eagle3", num_speculative_tokens=3, num_lookup_tokens=8)
+  assert [joined(size) for size in (1, 3, 4)] == [8, 8, 0]
 
 
 def test_schedule_carries_the_previous_count_over_gaps_and_the_tail():

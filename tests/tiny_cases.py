@@ -218,7 +218,7 @@ CASES: dict[str, Callable[..., tuple[Drafter, Any]]] = {  # (target, attend) -> 
     "draft_model": _draft((1, 1, 1), False, TARGET, noisy_params),
     "draft_model_sampled": _draft((1, 1, 1), True),
     "draft_model_confident": _draft((1, 1, 1, 1), False, TARGET, noisy_params, confidence=0.6),
-    "draft_model_confident_sampled": _draft((1, 1, 1, 1), True, TARGET, noisy_params, 0.5),
+    "draft_model_confident_sampled": _draft((1, 1, 1, 1), True, TARGET, noisy_params, 0.3),
     "draft_model_tree": _draft((3, 2), False, TARGET, noisy_params),
     "draft_model_tree_sampled": _draft((3, 2, 1), True),
     "draft_model_self": _draft((1, 1, 1), False, TARGET, target_params),

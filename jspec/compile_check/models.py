@@ -59,16 +59,17 @@ def draft_model_of(target: str) -> ModelConfig:
   return DRAFT_MODELS[DRAFT_MODEL_OF[target]]
 
 
-def head_of(target: str, method: str, num_layers: int) -> HeadConfig:
+def head_of(target: str, method: str, num_layers: int, num_tokens: int) -> HeadConfig:
   """A head as they are published for such models: a layer of the target, up to 32,000 tokens.
 
   num_layers: of the target as it is compiled; its features come from the first, middle and last.
+  num_tokens: that Medusa and MLPSpeculator heads predict.
   """
   c = find(target)
   if method == "medusa":
-    return MedusaConfig(c.width, c.vocab_size, num_heads=5)
+    return MedusaConfig(c.width, c.vocab_size, num_heads=num_tokens)
   if method == "mlp_speculator":
-    return MlpSpeculatorConfig(c.width, c.vocab_size, n_predict=4, inner_dim=c.width)
+    return MlpSpeculatorConfig(c.width, c.vocab_size, n_predict=num_tokens, inner_dim=c.width)
   layer = dataclasses.replace(with_depth(c, 1), family="llama", qk_norm=False)
   if method == "eagle":
     return EagleConfig(1, layer, c.width)

@@ -101,10 +101,12 @@ def _build(case: Case, config: ModelConfig, devices: list[Any], platform: str,
   target = _param_shapes(held, case.dtype)
   setup = DrafterSetup(
       spec=speculation(case), target=held, max_model_len=case.context, page_size=case.page_size,
-      kv_dtype=placement.kv_dtype, dtype=case.dtype, bitwise=False,
-      attend=placement.draft_attend, load_draft=lambda _: _draft_model(case),
-      load_head=lambda _: _head(case, config.num_layers), target_params=target)
+      kv_dtype=placement.kv_dtype, bitwise=False, attend=placement.draft_attend,
+      load_draft=lambda _: _draft_model(case), load_head=lambda _: _head(case, config.num_layers),
+      target_params=target)
   drafter, draft_params = DRAFTERS[setup.spec.method](setup)
+  if drafter.feed is not None:
+    draft_params = drafter.feed.params([None] * case.batch)
   engine = dataclasses.replace(engine, num_pages=case.batch * engine.pages_per_slot(case.nodes))
   step_config = step.StepConfig(held, engine.widths, max_logprobs=MAX_LOGPROBS,
                                 attend=placement.attend)
@@ -163,7 +165,7 @@ def speculation(case: Case) -> SpeculativeConfig:
 
 
 def _head(case: Case, num_layers: int) -> tuple[HeadConfig, Any]:
-  config = models.head_of(case.model, case.drafter, num_layers)
+  config = models.head_of(case.model, case.drafter, num_layers, case.nodes - 1)
   return config, jax.eval_shape(
       lambda: init_head(jax.random.key(0), config, jnp.dtype(case.dtype)))
 

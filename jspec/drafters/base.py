@@ -27,10 +27,14 @@ from jspec.types import NO_PARENT, Committed, DraftTree, Slots
 
 
 class Feed(NamedTuple):
-  """What a drafter knows from the host: arrays handed to it before each device loop."""
+  """What a drafter knows from the host: arrays for each device loop.
 
-  # texts: by slot, prompt and output so far, None where the slot is idle -> the drafter's params
+  They are made while the loop before runs, from what was known when that began.
+  """
+
+  # ends: by slot, the last `context` tokens of its text, None where it is idle -> drafter's params
   params: Callable[[Sequence[Sequence[int] | None]], Any]
+  context: int
   finished: Callable[[Sequence[int], Sequence[int]], None]  # prompt and output of a request
 
 
@@ -73,7 +77,6 @@ class DrafterSetup:
   max_model_len: int
   page_size: int
   kv_dtype: Any  # of KV pages, see cache.stored_dtype
-  dtype: str  # of parameters
   bitwise: bool
   attend: Attend  # for models of the drafter's own
   load_draft: Callable[[str | None], tuple[ModelConfig, Any]]  # model name -> same-vocabulary draft

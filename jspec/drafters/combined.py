@@ -86,9 +86,11 @@ def _feed(drafters) -> Feed | None:
     return tuple(params if drafter.feed is None else drafter.feed.params(texts)
                  for drafter, params in drafters)
 
+  context = max(drafter.feed.context for drafter, _ in drafters if drafter.feed is not None)
+
   def finished(prompt, output):
     for drafter, _ in drafters:
       if drafter.feed is not None:
         drafter.feed.finished(prompt, output)
 
-  return Feed(params, finished)
+  return Feed(params, context, finished)

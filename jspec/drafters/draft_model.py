@@ -20,7 +20,7 @@ from jspec.attention import Attend
 from jspec.config import ModelConfig
 from jspec.control import run_if
 from jspec.drafters.base import Drafter, DrafterSetup
-from jspec.drafting import confident
+from jspec.drafting import confident, draft_law, draft_uniforms
 from jspec.pallas import reference
 from jspec.types import NO_PARENT, DraftTree, KVPages, Rows
 
@@ -95,13 +95,10 @@ def draft_model(config: ModelConfig, widths: tuple[int, ...], page_size: int, dt
     """`width` tokens [B, nodes, width] after each node, and q [B, nodes, V] if sampled."""
     if not sampled:
       return sampling.top_k(logits, width, config.vocab_parts)[1], None
-    t = slots.temperature[:, None, None]
-    q = jnp.where(t > 0, jax.nn.softmax(logits / jnp.where(t > 0, t, 1)),
-                  jax.nn.one_hot(logits.argmax(-1), logits.shape[-1]))
-    shape = (*logits.shape[:2], width)
-    draw = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, level), shape[1:]))
+    q = draft_law(logits, slots.temperature)
+    u = draft_uniforms(slots.key, level, (logits.shape[1], width))
     rows = jnp.repeat(q.reshape(-1, q.shape[-1]), width, axis=0)
-    return sampling.inverse_cdf(rows, draw(slots.key).reshape(-1)).reshape(shape), q
+    return sampling.inverse_cdf(rows, u.reshape(-1)).reshape(u.shape), q
 
   def propose(params, state, root, slots):
     b = root.shape[0]
@@ -132,14 +129,14 @@ def draft_model(config: ModelConfig, widths: tuple[int, ...], page_size: int, dt
     q_probs = jnp.zeros((b, num_nodes, config.vocab_size)) if sampled else None
     scribble = jnp.full((b, chained), NO_PARENT, jnp.int32)  # matches no token
     parent = jnp.full_like(fixed, NO_PARENT) if confidence else fixed
-    carry = token, parent, q_probs, scribble, state.pages, jnp.ones(b, bool)
+    owned = slots.page_table[:, 0] != cache.NOWHERE  # else nobody is there
+    carry = token, parent, q_probs, scribble, state.pages, owned
     for level in range(len(widths)):
       if confidence and level:
         carry = run_if(carry[-1].any(), functools.partial(descend, level), carry)
       else:
         carry = descend(level, carry)
     token, parent, q_probs, scribble, pages, _ = carry
-    owned = slots.page_table[:, 0] != cache.NOWHERE  # else nothing was written
     scribble_at = jnp.where(owned, slots.length, NO_PARENT)
     state = state.replace(pages=pages, scribble=state.scribble.at[slots.index].set(scribble),
                           scribble_at=state.scribble_at.at[slots.index].set(scribble_at))
