@@ -162,6 +162,6 @@ def test_sampled_text_has_the_targets_law_whatever_the_head_knows(name, right):
 
 def test_a_law_of_another_temperature_is_noticed():
   rig, params = head_run("mlp chain"), markov.head_params(markov.MLP, True)
-  texts = [text for seed in range(2) for text in run(
+  texts = [text for seed in range(REPEATS) for text in run(
       rig, params, markov.target_params(), 1.3 * TEMPERATURE, seed)[1]]
   assert smallest_p_value(texts) < ALPHA

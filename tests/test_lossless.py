@@ -127,14 +127,13 @@ def test_the_law_with_a_kernel_in_place_of_the_reference(monkeypatch, name, kern
   assert smallest_p_value(root, samples) > BOUND
 
 
-def quick_or_slow(name):
+def is_plain_sampling(name):
   """Drafts that are no samples give the very text of plain sampling, as test_greedy.py shows."""
-  quick = name in ("none", "ngram", "draft_model_tree", "eagle_dynamic", "random_trees")
-  sampled = tiny.CASES[name](tiny.TARGET)[0].sampled
-  return name if quick or sampled else pytest.param(name, marks=pytest.mark.slow)
+  return name not in ("none", "ngram", "draft_model_tree", "eagle_dynamic", "random_trees") and (
+      not tiny.CASES[name](tiny.TARGET)[0].sampled)
 
 
-@pytest.mark.parametrize("name", map(quick_or_slow, tiny.CASES))
+@pytest.mark.parametrize("name", tiny.quick_cases(is_plain_sampling))
 def test_next_three_tokens_have_the_targets_law(name):
   rig = tiny.rig(name, B)
   root, samples = texts(rig)
@@ -185,7 +184,7 @@ def kv_error(rig: tiny.Rig, step_function=None):
   return max(np.abs(np.array(flat(got) - want))[committed].max() for got, want in pairs)
 
 
-@pytest.mark.parametrize("name", tiny.CASES)
+@pytest.mark.parametrize("name", tiny.quick_cases())
 def test_committed_kv_is_that_of_a_fresh_prefill(name):
   rig = tiny.rig(name, B)
   assert kv_error(rig) < 1e-4

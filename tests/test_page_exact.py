@@ -75,7 +75,7 @@ def rebuilt_and_cold(name, temperature, spoil=lambda state: state):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("name", tiny.CASES)
+@pytest.mark.parametrize("name", tiny.quick_cases())
 def test_a_slot_rebuilt_from_full_pages_goes_on_as_a_cold_one(name, temperature):
   """The same text from the same drafts, with no more than two tokens prefilled."""
   (got, outputs), (want, expected) = rebuilt_and_cold(name, temperature)

@@ -26,6 +26,18 @@ __all__ = ["CASES", "DRAFT", "MAX_LEN", "PAGE", "TARGET", "VOCAB", "params_of", 
 PREFILL = (8, 16)  # chunk sizes of a prompt's two halves
 
 
+# The same drafter as another case, with other parameters or another tie rule: slow where each costs.
+VARIANTS = ("ngram_latest", "draft_model_self", "draft_model_self_sampled", "draft_model_self_tree",
+            "draft_model_self_tree_sampled", "draft_model_contrary_sampled", "medusa_confident",
+            "draft_model_confident_sampled")
+
+
+def quick_cases(slow=lambda name: False) -> list:
+  """Every case; the variants are slow, and what else is."""
+  return [pytest.param(name, marks=pytest.mark.slow) if name in VARIANTS or slow(name) else name
+          for name in CASES]
+
+
 def with_kernels(*quick: tuple[str, str]) -> list:
   """Every case with every kernel that an interpreter runs fast enough; all but some are slow."""
   assert all(name in CASES for name, _ in quick)
