@@ -26,7 +26,7 @@ __all__ = ["CASES", "DRAFT", "MAX_LEN", "PAGE", "TARGET", "VOCAB", "params_of", 
 PREFILL = (8, 16)  # chunk sizes of a prompt's two halves
 
 
-# The same drafter as another case, with other parameters or another tie rule: slow where each costs.
+# The same drafter as another case, with other parameters or another rule for ties: mostly slow.
 VARIANTS = ("ngram_latest", "draft_model_self", "draft_model_self_sampled", "draft_model_self_tree",
             "draft_model_self_tree_sampled", "draft_model_contrary_sampled", "medusa_confident",
             "draft_model_confident_sampled")
