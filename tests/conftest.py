@@ -8,10 +8,11 @@ import os
 import pathlib
 
 # Before jax starts: eight devices for what needs several. All else runs on the first.
-# Less optimised machine code compiles a quarter faster; the compilers of `make aot` know better.
+# Less optimised machine code compiles a quarter faster.
+AOT = importlib.util.find_spec("libtpu") is not None  # `make aot`: compilers left as they are
 os.environ["XLA_FLAGS"] = " ".join([
     os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8",
-    "" if importlib.util.find_spec("libtpu") else "--xla_backend_optimization_level=1"]).strip()
+    "" if AOT else "--xla_backend_optimization_level=1"]).strip()
 
 import jax
 import pytest
@@ -23,8 +24,9 @@ from jspec import hub
 
 # Several files run the same programs: what one has compiled the others load.
 CACHE = pathlib.Path(__file__).parent.parent / ".pytest_cache" / "jax"
-jax.config.update("jax_compilation_cache_dir", str(CACHE))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+if not AOT:
+  jax.config.update("jax_compilation_cache_dir", str(CACHE))
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 MAX_MAPS = 25_000
 
 

@@ -39,7 +39,7 @@ def test_the_step_compiles_with_its_kernel_in_place_and_as_the_baseline_has_it(c
     assert compiled["kernels"] == {expected: int(depth) * widths}
     assert compiled["pool_copies"] == 0
     # Every byte of the state is updated in place; a TPU pads some of it.
-    assert compiled["state_bytes"] <= compiled["alias_bytes"] <= 1.02 * compiled["state_bytes"]
+    assert compiled["state_bytes"] <= compiled["alias_bytes"] <= 1.03 * compiled["state_bytes"]
     assert compiled["output_bytes"] - compiled["alias_bytes"] < 1e6
     if case.tp > 1:  # sums of 8 rows and what is left of the vocabulary: never whole logits
       assert compiled["largest_collective"]["bytes"] < 1e6, compiled["largest_collective"]
