@@ -6,7 +6,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from jspec import cache, sampling
+from jspec import cache, sampling, tree
 from jspec.types import PAD_TOKEN, Committed, Slots
 
 
@@ -76,6 +76,13 @@ def to_target(q: jax.Array, target_id: jax.Array | None, vocab_size: int) -> jax
   if target_id is None:
     return q
   return jnp.zeros((*q.shape[:-1], vocab_size), q.dtype).at[..., target_id].set(q)
+
+
+def check_stop(confidence: float, shape: tree.Shape) -> None:
+  """Refuses a confidence for drafts that are no chains."""
+  if confidence and not shape.is_chain:
+    raise ValueError(f"{confidence=} is for chains, not for trees: it may stop a chain, but this "
+                     f"tree has {shape.num_nodes - 1} nodes at {shape.max_depth} depths")
 
 
 def confident(logits: jax.Array, threshold: float) -> jax.Array:

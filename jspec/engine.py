@@ -63,8 +63,9 @@ class Engine:
     self._next_key = jax.jit(lambda i: jax.random.fold_in(jax.random.key(config.seed), i),
                              out_shardings=devices.everywhere)
     self._unseeded = 0
-    self._fed: dict[int, Request] = {}  # whom _fed_params were made for, by slot
-    self._fed_params: Any = None
+    self._fed: dict[int, Request] = {}  # by slot, whom the drafter's params were made for
+    if drafter.feed is not None:
+      self._feed({})
     self._state = jax.jit(lambda: state(jax.random.key(config.seed)),
                           out_shardings=self._shardings)()
 
@@ -134,23 +135,22 @@ class Engine:
       num_steps = min(num_steps, FED_STEPS)
     # A batch that nobody waits behind is done when its last request is.
     lag = STRAGGLERS if batch and not self.scheduler.waiting else EVERYBODY
-    params = self._step_params(len(running), lag)
-    if self.drafter.feed is not None:
-      if any(self._fed.get(slot) is not request for slot, request in running.items()):
-        self._feed(running)  # somebody is new here
-      params["draft"] = self._fed_params
-    self._state, out = self._run(params, self._state, np.int32(num_steps))
+    if self.drafter.feed is not None and any(
+        self._fed.get(slot) is not request for slot, request in running.items()):
+      self._feed(running)  # somebody is new here
+    self._state, out = self._run(self._step_params(len(running), lag), self._state,
+                                 np.int32(num_steps))
     if self.drafter.feed is not None:
       self._feed(running)  # for the next loop, while the device is busy with this one
     return out
 
   def _feed(self, running: dict[int, Request]) -> None:
-    """Makes the arrays that a drafter gets from the host."""
+    """Makes the drafter's params, which come from the host."""
     feed = self.drafter.feed
     assert feed is not None
     ends = [running[slot].last_tokens(feed.context) if slot in running else None
             for slot in range(self.config.max_num_seqs)]
-    self._fed, self._fed_params = dict(running), feed.params(ends)
+    self._fed, self._params["draft"] = dict(running), feed.params(ends)
 
   def _take(self, running: dict[int, Request], out: StepOutput) -> None:
     """Hands a device loop's tokens to their requests."""
@@ -210,10 +210,7 @@ class Engine:
 
   def compiled_step(self) -> Any:
     """The step, lowered and compiled for the engine's shapes: for memory and cost analysis."""
-    params = self._step_params(1)
-    if self.drafter.feed is not None:
-      params["draft"] = self.drafter.feed.params([None] * self.config.max_num_seqs)
-    return self._run.lower(params, self._state, np.int32(1)).compile()
+    return self._run.lower(self._step_params(1), self._state, np.int32(1)).compile()
 
 
 def initial_state(key: jax.Array, model: ModelConfig, drafter: Drafter, config: EngineConfig,

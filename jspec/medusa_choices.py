@@ -63,6 +63,16 @@ def _is_rank(value: Any) -> bool:
   return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
+def of_widths(widths: Sequence[int]) -> tuple[Path, ...]:
+  """The paths of the tree whose nodes at depth d have widths[d] children each, breadth-first."""
+  paths: list[Path] = []
+  frontier: list[Path] = [()]
+  for width in widths:
+    frontier = [(*path, rank) for path in frontier for rank in range(width)]
+    paths += frontier
+  return tuple(paths)
+
+
 def search(accuracy: Sequence[Sequence[float]], num_nodes: int) -> tuple[Path, ...]:
   """The tree of num_nodes draft tokens that Medusa's greedy search finds, best node first.
 

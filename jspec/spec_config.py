@@ -79,7 +79,7 @@ class SpeculativeConfig:
       raise ValueError(f"method {self.method!r} needs a model, got {self.model!r}")
     if "ngram" in self.parts:
       self._check_ngram()
-    self.check_numbers()
+    self._check_numbers()
     self._check_trees()
     self._check_verification()
     _check_schedule(self.schedule)
@@ -106,7 +106,7 @@ class SpeculativeConfig:
       raise ValueError(f"prompt_lookup_min={self.prompt_lookup_min} must not exceed "
                        f"prompt_lookup_max={self.prompt_lookup_max}")
 
-  def check_numbers(self):
+  def _check_numbers(self):
     for name, low in (("draft_tensor_parallel_size", 1), ("tree_top_k", 0),
                       ("tree_total_tokens", 0), ("n_candidates", 0), ("num_lookup_tokens", 0)):
       check_int(name, getattr(self, name), low)

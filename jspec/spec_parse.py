@@ -6,7 +6,6 @@ accepted with a warning. Nothing is dropped in silence.
 
 from __future__ import annotations
 
-import itertools
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -204,9 +203,7 @@ def _trees(parts: Sequence[str], keys: Mapping[str, Any]):
     check_int("each of tree_widths", width, 1)
   if not set(parts) & set(HEADS):
     return tuple(value), None
-  ranges = [range(width) for width in value]
-  return None, tuple(path for depth in range(1, len(value) + 1)
-                     for path in itertools.product(*ranges[:depth]))
+  return None, medusa_choices.of_widths(value)
 
 
 def _draft_tokens(parts: Sequence[str], keys: Mapping[str, Any], widths) -> int:

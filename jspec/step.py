@@ -208,12 +208,12 @@ def _advance(params, proposal: DraftTree, draft: DraftTree, keep, num_rows: int,
   with jax.named_scope("commit"):
     if not drafter.is_chain:
       pages = cache.commit(pages, state.page_table, state.length, verdict)
-    committed, finished = _cut(draft, verdict, feature, rows, state)
     row = tree.along_path(rows.of_node, verdict.path)
+    committed, finished = _cut(draft, verdict, feature, row, state)
     tails = cache.write_tails(
         state.tails, state.page_table, state.length, committed.count, pages.k[0].shape[1],
         jnp.take(hidden, row, axis=0, mode="clip"), committed.feature)
-    output = describe(output, logits, config.model.vocab_parts, rows, verdict, committed, keep,
+    output = describe(output, logits, config.model.vocab_parts, row, verdict, committed, keep,
                       finished, state)
   with jax.named_scope("observe"):
     slots = _all_slots(state)
@@ -224,8 +224,11 @@ def _advance(params, proposal: DraftTree, draft: DraftTree, keep, num_rows: int,
   return state, output
 
 
-def _cut(draft: DraftTree, verdict: Verdict, feature, rows, state: SpecState):
-  """The accepted run up to its first stop token or the request's limit, and who finished."""
+def _cut(draft: DraftTree, verdict: Verdict, feature, row, state: SpecState):
+  """The accepted run up to its first stop token or the request's limit, and who finished.
+
+  row: i32[B, D + 1], of the nodes on the path.
+  """
   token = tree.along_path(draft.token, verdict.path)
   step = jnp.arange(token.shape[1])
   next_token = jnp.where(step == verdict.num_accepted[:, None], verdict.bonus[:, None],
@@ -237,7 +240,6 @@ def _cut(draft: DraftTree, verdict: Verdict, feature, rows, state: SpecState):
   count = jnp.where(state.active, jnp.minimum(upto, state.limit - state.num_output), 0)
   finished = (stops & (step < count[:, None])).any(1) | (
       state.num_output + count >= state.limit)
-  row = tree.along_path(rows.of_node, verdict.path)
   feature = jnp.take(feature, row, axis=0, mode="clip").astype(jnp.float32)
   return Committed(token, next_token, feature, count), finished & state.active
 

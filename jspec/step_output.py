@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jspec import sampling, tree
+from jspec import sampling
 from jspec.control import run_if
 from jspec.drafters.base import Drafter
 from jspec.types import PAD_TOKEN, Committed, SpecState, StepOutput, Verdict
@@ -22,13 +22,12 @@ def empty_output(state: SpecState, size: int, drafter: Drafter, num_top: int) ->
       accepted_at=zeros(drafter.max_depth + 1))
 
 
-def describe(output: StepOutput, logits, vocab_parts: int, rows, verdict: Verdict,
+def describe(output: StepOutput, logits, vocab_parts: int, row, verdict: Verdict,
              committed: Committed, keep, finished, state: SpecState) -> StepOutput:
   """Fills the step's output, wide enough for the deepest tree, from one width's results."""
   b, num_emitted = committed.next_token.shape
   count, step = committed.count, jnp.arange(num_emitted)
   real = step < count[:, None]
-  row = tree.along_path(rows.of_node, verdict.path)
   put = lambda old, new: old.at[:, :num_emitted].set(new)
 
   def with_logprobs(output):

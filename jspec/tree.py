@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jspec import medusa_choices
 from jspec.types import NO_PARENT, Rows
 
 
@@ -44,16 +45,6 @@ def shape_of(paths: Sequence[Sequence[int]]) -> Shape:
   return Shape(from_paths(ordered), (0, *(p[-1] for p in ordered)))
 
 
-def paths_of_widths(widths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-  """The choices of the tree whose nodes at depth d have widths[d] children each."""
-  paths: list[tuple[int, ...]] = []
-  frontier: list[tuple[int, ...]] = [()]
-  for width in widths:
-    frontier = [(*p, rank) for p in frontier for rank in range(width)]
-    paths += frontier
-  return tuple(paths)
-
-
 def chain(num_draft: int) -> tuple[int, ...]:
   """Parents of a root followed by num_draft tokens, one after another."""
   return tuple(range(NO_PARENT, num_draft))
@@ -72,12 +63,7 @@ def from_paths(paths: Iterable[Sequence[int]]) -> tuple[int, ...]:
 
 def from_widths(widths: Sequence[int]) -> tuple[int, ...]:
   """Parents of the tree whose nodes at depth d have widths[d] children each."""
-  parents, frontier = [NO_PARENT], [0]
-  for width in widths:
-    first = len(parents)
-    parents += [p for p in frontier for _ in range(width)]
-    frontier = list(range(first, len(parents)))
-  return tuple(parents)
+  return from_paths(medusa_choices.of_widths(widths))
 
 
 def depths(parents: Sequence[int]) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ CORE = {"types", "config"}
 ALLOWED = {  # module: the jspec modules it may import
   "types": set(),
   "config": set(),
-  "tree": CORE,
+  "tree": CORE | {"medusa_choices"},
   "sampling": CORE | {"tree"},
   "verify": CORE | {"tree", "sampling", "control"},
   "verify_lossy": CORE | {"sampling"},
@@ -32,7 +32,7 @@ ALLOWED = {  # module: the jspec modules it may import
                   "drafters.base"},
   "head_config": CORE,
   "head_init": CORE | {"model", "head_config"},
-  "drafting": CORE | {"sampling", "cache"},
+  "drafting": CORE | {"sampling", "cache", "tree"},
   "medusa_choices": set(),
   "suffix_store": CORE,
   "pages": CORE,
@@ -42,7 +42,8 @@ ALLOWED = {  # module: the jspec modules it may import
   "spec_parse": CORE | {"spec_config", "spec_keys", "medusa_choices"},
   "outputs": CORE,
 }
-HEAD_MODULES = {"head_config", "eagle_head", "medusa_head", "suffix_store"}  # halves of drafters
+# Halves of drafters.
+HEAD_MODULES = {"head_config", "eagle_head", "medusa_head", "suffix_store", "medusa_choices"}
 DRAFTER = CORE | HEAD_MODULES | {
     "model", "tree", "sampling", "cache", "control", "spec_config", "drafters.base", "drafting",
     "attention", "pallas.reference"}

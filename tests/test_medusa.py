@@ -10,18 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from head_oracle import B, E, oracle_draws, run, slots_for
 
 from jspec import calibration, drafting, tree
 from jspec.drafters.medusa import build, medusa
 from jspec.head_config import MedusaConfig
 from jspec.medusa_head import head_params
-from jspec.types import NO_PARENT, Slots
+from jspec.types import NO_PARENT
 
-B, E, V, VD = 6, tiny.TARGET.width, tiny.VOCAB, 7
+V, VD = tiny.VOCAB, 7
 CHAIN = ((0,), (0, 0), (0, 0, 0))
 TREE = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (1, 0, 0), (1, 0, 1))
 GAPS = ((1,), (3,), (3, 2), (1, 1))  # ranks whose elders are not in the tree
-TEMPERATURE = np.array([0.0, 0.3, 0.7, 1.0, 1.5, 0.0], np.float32)
 
 CONFIGS = {
   "plain": MedusaConfig(E, V, 3),
@@ -59,18 +59,6 @@ def params_for(name: str, seed: int = 0):
   return head_params(draw_head(CONFIGS[name], seed), CONFIGS[name], target)
 
 
-def slots_for(seed: int = 1, temperature=TEMPERATURE) -> Slots:
-  feature = np.random.default_rng(seed).normal(size=(B, E)).astype(np.float32)
-  return tiny.slots_of(jnp.zeros((B, 1), jnp.int32), np.full(B, 3), feature=feature).replace(
-      temperature=jnp.array(temperature))
-
-
-def run(drafter, params, slots):
-  root = jnp.arange(B, dtype=jnp.int32)
-  propose = jax.jit(drafter.propose, compiler_options={"xla_backend_optimization_level": 0})
-  return jax.tree.map(np.array, propose(params, drafter.init(B, 1), root, slots)[0])
-
-
 # ------------------------------------------------------------------ the equations
 
 
@@ -90,27 +78,6 @@ def oracle_logits(params, config, feature, i):
     target = params["target"]
     lm_head = f64(target["head"]["w"]) if "head" in target else f64(target["embed"]).T
   return config.logit_scale * (z @ lm_head)
-
-
-def oracle_draws(logits, temperature, uniforms):
-  """Draft ids without replacement, one per uniform, each with the law it was drawn from."""
-  left, out = set(range(len(logits))), []
-  for u in uniforms:
-    q = np.zeros(len(logits))
-    if temperature == 0:
-      q[max(left, key=lambda i: logits[i])] = 1
-    else:
-      for i in left:
-        q[i] = np.exp((logits[i] - max(logits[j] for j in left)) / temperature)
-      q /= q.sum()
-    upto = 0.0
-    for chosen in sorted(left):  # noqa: B007
-      upto += q[chosen]
-      if upto > u:
-        break
-    left.remove(chosen)
-    out.append((chosen, q))
-  return out
 
 
 def check_against_the_equations(draft, params, config, paths, slots, sampled, confidence=0.0):

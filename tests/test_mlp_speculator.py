@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import types
 
+import head_oracle
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from head_oracle import B, E, oracle_draws, run
 
-from jspec import drafting, tree
+from jspec import drafting, medusa_choices, tree
 from jspec.drafters.mlp_speculator import build, mlp_speculator
 from jspec.head_config import MlpSpeculatorConfig
-from jspec.types import NO_PARENT, Slots
+from jspec.types import NO_PARENT
 
-B, E, INNER, V = 6, tiny.TARGET.width, 20, tiny.VOCAB
+INNER, V = 20, tiny.VOCAB
 CHAIN = ((0,), (0, 0), (0, 0, 0))
 TREE = ((0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 1, 0), (2, 0, 0), (2, 0, 1))
 GAPS = ((1,), (3,), (3, 2), (1, 1), (3, 2, 0))  # ranks whose elders are not in the tree
-TEMPERATURE = np.array([0.0, 0.3, 0.7, 1.0, 1.5, 0.0], np.float32)
 
 CONFIGS = {
   "plain": MlpSpeculatorConfig(E, V, 3, INNER),
@@ -50,16 +52,8 @@ def draw_head(config: MlpSpeculatorConfig, seed: int = 0):
   return {"head": {"stages": stages}}
 
 
-def slots_for(seed: int = 1, temperature=TEMPERATURE) -> Slots:
-  feature = (3 * np.random.default_rng(seed).normal(size=(B, E))).astype(np.float32)
-  return tiny.slots_of(jnp.zeros((B, 1), jnp.int32), np.full(B, 3), feature=feature).replace(
-      temperature=jnp.array(temperature))
-
-
-def run(drafter, params, slots):
-  root = jnp.arange(B, dtype=jnp.int32)
-  propose = jax.jit(drafter.propose, compiler_options={"xla_backend_optimization_level": 0})
-  return jax.tree.map(np.array, propose(params, drafter.init(B, 1), root, slots)[0])
+# The stages' states are normed, the first one's input is not.
+slots_for = functools.partial(head_oracle.slots_for, scale=3)
 
 
 # ------------------------------------------------------------------ the equations
@@ -79,23 +73,6 @@ def oracle_logits(params, config, feature, tokens):
     x = x / np.sqrt((x**2).mean() + 1e-6) * f64(stage["ln"]["scale"]) + f64(stage["ln"]["bias"])
     state = x * (1 + erf(x / np.sqrt(2))) / 2
   return state @ f64(stage["head"]["w"])
-
-
-def oracle_draws(logits, temperature, uniforms):
-  """Tokens without replacement, one per uniform, each with the law it was drawn from."""
-  left, out = set(range(V)), []
-  for u in uniforms:
-    q = np.zeros(V)
-    if temperature == 0:
-      q[max(left, key=lambda i: logits[i])] = 1
-    else:
-      for i in left:
-        q[i] = np.exp((logits[i] - max(logits[j] for j in left)) / temperature)
-      q /= q.sum()
-    chosen = int(np.searchsorted(np.cumsum(q), u, side="right"))
-    left.remove(chosen)
-    out.append((chosen, q))
-  return out
 
 
 def oracle_tree(params, config, slots, b, paths, sampled, confidence=0.0):
@@ -244,7 +221,7 @@ def paths_in(draft, b):
 def test_candidates_are_the_likeliest_paths_of_the_cross_product(widths, num):
   config = CONFIGS["plain"]
   params, slots = draw_head(config), slots_for()
-  drafter = mlp_speculator(config, tree.shape_of(tree.paths_of_widths(widths)), tiny.TARGET,
+  drafter = mlp_speculator(config, tree.shape_of(medusa_choices.of_widths(widths)), tiny.TARGET,
                            n_candidates=num)
   draft = run(drafter, params, slots)
   assert draft.q_probs is None and draft.token.shape == draft.parent.shape == (
@@ -272,7 +249,7 @@ def test_candidates_are_the_likeliest_paths_of_the_cross_product(widths, num):
 def test_nodes_are_reserved_for_paths_that_share_nothing():
   """As few as will do: five paths through widths 4, 3, 2 have at most 4 + 5 + 5 nodes."""
   count = lambda widths, num: mlp_speculator(
-      CONFIGS["plain"], tree.shape_of(tree.paths_of_widths(widths)), tiny.TARGET,
+      CONFIGS["plain"], tree.shape_of(medusa_choices.of_widths(widths)), tiny.TARGET,
       n_candidates=num).num_nodes
   assert count((4, 3, 2), 5) == 1 + 4 + 5 + 5
   assert count((2, 2), 9) == 1 + 2 + 4
@@ -300,7 +277,7 @@ def test_the_builder_follows_the_configuration():
   widths = dataclasses.replace(plain, top_k_tokens_per_head=(4, 3, 2))
   assert build(setup_for(widths, n_candidates=5))[0].num_nodes == 15
   assert build(setup_for(widths, n_candidates=5, num_speculative_tokens=2))[0].num_nodes == 10
-  assert build(setup_for(widths, n_candidates=5, tree_paths=tree.paths_of_widths((2, 2))
+  assert build(setup_for(widths, n_candidates=5, tree_paths=medusa_choices.of_widths((2, 2))
                          ))[0].num_nodes == 7
   params, slots = draw_head(plain), slots_for()
   drafter, _ = build(setup_for(plain, params["head"], draft_confidence_threshold=0.4))

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec import tree
+from jspec import medusa_choices, tree
 from jspec.attention import Attend
 from jspec.config import ModelConfig
 from jspec.drafters.base import Drafter
@@ -106,7 +106,7 @@ def _eagle_case(config, head, shape, **options):
 
 
 def _chain(num_draft):
-  return tree.shape_of(tree.paths_of_widths((1,) * num_draft))
+  return tree.shape_of(medusa_choices.of_widths((1,) * num_draft))
 
 
 _draft_model = functools.cache(draft_model)
@@ -164,7 +164,7 @@ def random_trees(num_nodes: int, vocab_size: int) -> Drafter:
 MEDUSA = MedusaConfig(TARGET.width, VOCAB, num_heads=3)
 MEDUSA_SOME = dataclasses.replace(MEDUSA, draft_vocab_size=8)
 MLP = MlpSpeculatorConfig(TARGET.width, VOCAB, n_predict=3, inner_dim=16, scale_input=True)
-LINE = tree.paths_of_widths((1, 1, 1))
+LINE = medusa_choices.of_widths((1, 1, 1))
 BUSH = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
 
 
@@ -240,7 +240,7 @@ CASES: dict[str, Callable[..., tuple[Drafter, Any]]] = {  # (target, attend) -> 
     "mlp_speculator": _mlp_case(LINE),
     "mlp_speculator_sampled": _mlp_case(LINE, sampled=True, confidence=0.4),
     "mlp_speculator_tree_sampled": _mlp_case(BUSH, sampled=True),
-    "mlp_speculator_candidates": _mlp_case(tree.paths_of_widths((3, 2, 2)), n_candidates=4),
+    "mlp_speculator_candidates": _mlp_case(medusa_choices.of_widths((3, 2, 2)), n_candidates=4),
     "eagle": _eagle_case(EAGLE1, eagle1_head, _chain(3)),
     "eagle_confident": _eagle_case(EAGLE1, eagle1_head, _chain(4), confidence=0.5),
     "eagle_tree": _eagle_case(EAGLE1, eagle1_head, EAGLE_TREE),

@@ -84,6 +84,14 @@ class DrafterSetup:
   target_params: Any  # model.py's tree: heads may share its embedding and lm_head
 
 
+def load_head(setup: DrafterSetup, method: str) -> tuple[Any, Any]:
+  """Configuration and parameters of the head that was asked for; ValueError if it is another's."""
+  config, params = setup.load_head(setup.spec.model)
+  if config.method != method:
+    raise ValueError(f"{setup.spec.model} is a head for method {config.method!r}, not {method!r}")
+  return config, params
+
+
 def root_only(root, num_nodes: int) -> DraftTree:
   """The tree of a drafter with nothing to say."""
   token = jnp.zeros((root.shape[0], num_nodes), jnp.int32).at[:, 0].set(root)

@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec import cache, drafting, sampling, tree
+from jspec import cache, drafting, medusa_choices, sampling, tree
 from jspec.attention import Attend
 from jspec.config import ModelConfig
 from jspec.control import run_if
-from jspec.drafters.base import Drafter, DrafterSetup
+from jspec.drafters.base import Drafter, DrafterSetup, load_head
 from jspec.eagle_head import make_head, one_row, rows_at
 from jspec.head_config import EagleConfig
 from jspec.pallas import reference
@@ -50,8 +50,7 @@ def eagle(config: EagleConfig, shape: tree.Shape, target: ModelConfig, page_size
   known = config.draft_vocab_size or config.vocab_size
   if max(shape.rank) >= known:
     raise ValueError(f"EAGLE tree: rank {max(shape.rank)} needs more than {known} draft tokens")
-  if confidence > 0 and not shape.is_chain:
-    raise ValueError(f"EAGLE: {confidence=} is for chains, not for trees")
+  drafting.check_stop(confidence, shape)
   head = make_head(config, target, attend, bitwise)
   depth, rank, parents = np.array(shape.depth), np.array(shape.rank), np.array(shape.parents)
   # By level, the nodes that have children: the others need no pass.
@@ -201,19 +200,16 @@ def _init(config: EagleConfig, page_size: int, dtype):
 
 def build_eagle(setup: DrafterSetup):
   """EAGLE-1 and -2."""
-  return _build(setup, 1)
+  return _build(setup, "eagle")
 
 
 def build_eagle3(setup: DrafterSetup):
-  return _build(setup, 3)
+  return _build(setup, "eagle3")
 
 
-def _build(setup: DrafterSetup, version: int):
+def _build(setup: DrafterSetup, method: str):
   spec = setup.spec
-  config, head = setup.load_head(spec.model)
-  if not isinstance(config, EagleConfig) or config.version != version:
-    raise ValueError(f"{spec.model} is a head for method {config.method!r}, not "
-                     f"{'eagle' if version == 1 else 'eagle3'!r}")
+  config, head = load_head(setup, method)
   sampled = spec.draft_sample_method == "probabilistic"
   num_tokens = spec.num_speculative_tokens
   if spec.tree_top_k and spec.tree_total_tokens:
@@ -226,7 +222,7 @@ def _build(setup: DrafterSetup, version: int):
         bitwise=setup.bitwise, attend=setup.attend)
   else:
     num_tokens = num_tokens or CHAIN_TOKENS
-    shape = tree.shape_of(spec.tree_paths or [(0,) * i for i in range(1, num_tokens + 1)])
+    shape = tree.shape_of(spec.tree_paths or medusa_choices.of_widths((1,) * num_tokens))
     drafter = eagle(config, shape, setup.target, setup.page_size, setup.kv_dtype, sampled=sampled,
                     confidence=spec.draft_confidence_threshold, bitwise=setup.bitwise,
                     attend=setup.attend)

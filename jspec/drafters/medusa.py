@@ -10,9 +10,9 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from jspec import drafting, sampling, tree
+from jspec import drafting, medusa_choices, sampling, tree
 from jspec.config import ModelConfig
-from jspec.drafters.base import Drafter, DrafterSetup
+from jspec.drafters.base import Drafter, DrafterSetup, load_head
 from jspec.head_config import MedusaConfig
 from jspec.medusa_head import head_logits, head_params, target_ids
 from jspec.types import NO_PARENT, DraftTree
@@ -29,9 +29,7 @@ def medusa(config: MedusaConfig, shape: tree.Shape, target: ModelConfig, *, samp
       share the draws: they hang from different parents, of which at most one is accepted.
     confidence: a chain stops before the first token whose head is less sure than this.
   """
-  if confidence and not shape.is_chain:
-    raise ValueError(f"{confidence=} may stop a chain, but this tree has {shape.num_nodes - 1} "
-                     f"nodes at {shape.max_depth} depths")
+  drafting.check_stop(confidence, shape)
   num_nodes, depth, rank = shape.num_nodes, np.array(shape.depth), np.array(shape.rank)
 
   def by_rank(logits, width, level, slots):
@@ -46,20 +44,20 @@ def medusa(config: MedusaConfig, shape: tree.Shape, target: ModelConfig, *, samp
     b = root.shape[0]
     token = jnp.zeros((b, num_nodes), jnp.int32).at[:, 0].set(root)
     parent = jnp.broadcast_to(jnp.array(shape.parents, jnp.int32), (b, num_nodes))
-    q_probs = jnp.zeros((b, num_nodes, config.vocab_size))
+    q_probs = jnp.zeros((b, num_nodes, config.vocab_size)) if sampled else None
     going = jnp.ones((b, 1), bool)
     for level in range(shape.max_depth):
       logits = head_logits(params, config, target, slots.feature, level, bitwise)
       nodes = np.flatnonzero(depth == level + 1)
       ids, laws = by_rank(logits, int(rank[nodes].max()) + 1, level, slots)
       token = token.at[:, nodes].set(target_ids(params, ids)[:, rank[nodes]])
-      if sampled:
+      if q_probs is not None:
         laws = drafting.to_target(laws, params["head"].get("target_id"), config.vocab_size)
         q_probs = q_probs.at[:, nodes].set(laws[:, rank[nodes]])
       if confidence:
         going &= drafting.confident(logits, confidence)[:, None]
         parent = parent.at[:, nodes].set(jnp.where(going, parent[:, nodes], NO_PARENT))
-    return DraftTree(token, parent, q_probs if sampled else None), state
+    return DraftTree(token, parent, q_probs), state
 
   return Drafter(lambda num_slots, num_pages: (), propose,
                  lambda params, state, slots, committed: state, num_nodes, shape.max_depth,
@@ -68,10 +66,8 @@ def medusa(config: MedusaConfig, shape: tree.Shape, target: ModelConfig, *, samp
 
 def build(setup: DrafterSetup):
   spec = setup.spec
-  config, head = setup.load_head(spec.model)
-  if not isinstance(config, MedusaConfig):
-    raise ValueError(f"{spec.model} is a head for method {config.method!r}, not 'medusa'")
-  shape = tree.shape_of(spec.tree_paths or tree.paths_of_widths(
+  config, head = load_head(setup, "medusa")
+  shape = tree.shape_of(spec.tree_paths or medusa_choices.of_widths(
       (1,) * (spec.num_speculative_tokens or config.num_heads)))
   if shape.max_depth > config.num_heads:
     what = "the draft tree's depth " if spec.tree_paths else "num_speculative_tokens="

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec import drafting, model, sampling, tree
+from jspec import drafting, medusa_choices, model, sampling, tree
 from jspec.config import ModelConfig
-from jspec.drafters.base import Drafter, DrafterSetup
+from jspec.drafters.base import Drafter, DrafterSetup, load_head
 from jspec.head_config import MlpSpeculatorConfig
 from jspec.pallas.reference import tree_sum
 from jspec.types import NO_PARENT, DraftTree
@@ -60,9 +60,7 @@ def mlp_speculator(config: MlpSpeculatorConfig, shape: tree.Shape, target: Model
     sampled: siblings are drawn without replacement.
     confidence: a chain stops before the first token whose head is less sure than this.
   """
-  if confidence and not shape.is_chain:
-    raise ValueError(f"{confidence=} may stop a chain, but this tree has {shape.num_nodes - 1} "
-                     f"nodes at {shape.max_depth} depths")
+  drafting.check_stop(confidence, shape)
   if n_candidates and sampled:
     raise ValueError(f"{n_candidates=} chooses tokens by their probability: they are no longer "
                      "drawn from q, so drafts must be greedy")
@@ -154,12 +152,10 @@ def likeliest_paths(shape: tree.Shape, token: jax.Array, log_prob: jax.Array, nu
 
 def build(setup: DrafterSetup):
   spec = setup.spec
-  config, head = setup.load_head(spec.model)
-  if not isinstance(config, MlpSpeculatorConfig):
-    raise ValueError(f"{spec.model} is a head for method {config.method!r}, not 'mlp_speculator'")
+  config, head = load_head(setup, "mlp_speculator")
   num_draft = spec.num_speculative_tokens or config.n_predict
   widths = config.top_k_tokens_per_head if spec.n_candidates else (1,) * num_draft
-  shape = tree.shape_of(spec.tree_paths or tree.paths_of_widths(widths[:num_draft]))
+  shape = tree.shape_of(spec.tree_paths or medusa_choices.of_widths(widths[:num_draft]))
   if max(num_draft, shape.max_depth) > config.n_predict:
     what = "the draft tree's depth " if spec.tree_paths else "num_speculative_tokens="
     raise ValueError(f"{what}{max(num_draft, shape.max_depth)} exceeds the {config.n_predict} "

@@ -27,7 +27,7 @@ from jspec.suffix_store import SuffixStore
 from jspec.types import NO_PARENT, PAD_TOKEN, DraftTree
 
 NUM_OCCURRENCES = 64
-NUM_WINDOWS, WINDOW_LEN = 8, 256  # a loop of 16 steps stays inside, as a rule
+NUM_WINDOWS, WINDOW_LEN = 8, 256  # two device loops stay inside, as a rule
 NUM_DRAFT = 16  # by default, at most
 
 
