@@ -34,6 +34,9 @@ class Head(NamedTuple):
 
 def make_head(config: EagleConfig, target: ModelConfig, attend: Attend, bitwise: bool) -> Head:
   layer = config.layer
+  if config.draft_vocab_size and not config.has_head:
+    raise ValueError("a head that drafts from rows of the target's lm_head needs a copy of them: "
+                     "see drafters.eagle.with_lm_head")
 
   def fuse(params, feature):
     head = params["head"]

@@ -47,7 +47,8 @@ class Engine:
     self._params = {"target": params, "draft": draft_params}
     self._step_config = step.StepConfig(
         model, config.widths or step.default_widths(config.max_num_seqs, drafter.num_nodes),
-        cost, MAX_LOGPROBS, config.numerics == "bitwise", devices.attend, spec.verification)
+        cost, MAX_LOGPROBS, config.numerics == "bitwise", devices.attend, spec.verification,
+        spec.adaptive_draft_length)
     self.traces: dict[str, int] = {}  # by compiled function
     self._prefills: dict[int, Any] = {}
     state = lambda key: initial_state(key, model, drafter, config, devices.kv_dtype)
@@ -121,6 +122,8 @@ class Engine:
         self._take(running, jax.tree.map(np.asarray, out))
       for slot, request in list(self.scheduler.running.items()):
         if request.finished:
+          if self.drafter.collect is not None:  # its pages are still its own
+            request.hidden_states = self._collect(slot, request)
           self.scheduler.finish(slot)
           if self.drafter.feed is not None:
             self.drafter.feed.finished(request.prompt_ids, request.tokens)
@@ -152,6 +155,19 @@ class Engine:
             for slot in range(self.config.max_num_seqs)]
     self._fed, self._params["draft"] = dict(running), feed.params(ends)
 
+  def _collect(self, slot: int, request: Request) -> np.ndarray:
+    """What the drafter kept of every token but the last, which no pass has seen."""
+    assert self.drafter.collect is not None
+    count = len(request.prompt_ids) + len(request.tokens) - 1
+    return self.drafter.collect(self._state.draft, self._table(self.scheduler.pages(slot)), count)
+
+  def _table(self, pages: list[int]) -> np.ndarray:
+    """A slot's row of the page table. Beyond its pages it leads out of the pool: such writes drop.
+    """
+    table = np.full(self._state.page_table.shape[1], cache.NOWHERE, np.int32)
+    table[:len(pages)] = pages
+    return table
+
   def _take(self, running: dict[int, Request], out: StepOutput) -> None:
     """Hands a device loop's tokens to their requests."""
     for slot, request in running.items():
@@ -167,14 +183,11 @@ class Engine:
             "lag": np.float32(lag)}
 
   def _prefill(self, slot: int, request: Request, pages: list[int]) -> None:
-    # Beyond its own pages a slot's table leads out of the pool: writes there are dropped.
-    table = np.full(self._state.page_table.shape[1], cache.NOWHERE, np.int32)
-    table[:len(pages)] = pages
     params = request.params
     depth = self.drafter.max_depth
     draft = depth if params.num_speculative_tokens is None else params.num_speculative_tokens
     fields: dict[str, Any] = dict(  # numpy: every process of a mesh has the same
-        page_table=table, length=np.int32(0), limit=np.int32(request.limit),
+        page_table=self._table(pages), length=np.int32(0), limit=np.int32(request.limit),
         max_draft=np.int32(draft), key=self._request_key(request),
         sampling=sampling_row(params, request.prompt_ids, request.tokenizer,
                               self.model.vocab_size))

@@ -16,6 +16,7 @@ from jspec.torch_file import StoredTensor, read_torch_file
 from jspec.weights import WeightsError, safetensors_files
 
 METHODS = ("medusa", "mlp_speculator", "eagle", "eagle3")
+SCALE_ENDING = "_scale"  # of an int8 tensor i8[out, in]: f32[out], what each row is multiplied by
 
 _DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
            "I64": np.int64, "I32": np.int32, "I8": np.int8, "U8": np.uint8, "BOOL": np.bool_}
@@ -57,7 +58,29 @@ def read_head_files(path: pathlib.Path) -> HeadFiles:
   for file in _tensor_files(path):
     tensors.update(_read_safetensors(file) if file.suffix == ".safetensors"
                    else read_torch_file(file))
-  return HeadFiles(str(path), config, tensors)
+  return HeadFiles(str(path), config, join_scales(str(path), tensors))
+
+
+def join_scales(where: str, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+  """Every int8 tensor that has its rows' scales beside it, as the float32 numbers it stands for."""
+  joined = dict(tensors)
+  for name, rows in tensors.items():
+    scale = tensors.get(name + SCALE_ENDING)
+    if scale is None or rows.dtype != np.int8:
+      continue
+    if scale.dtype != np.float32 or scale.shape != rows.shape[:1]:
+      raise WeightsError(f"{where}: tensor {name}{SCALE_ENDING} has shape {scale.shape} and dtype "
+                         f"{scale.dtype}, {name} needs {rows.shape[:1]} and float32")
+    del joined[name + SCALE_ENDING]
+    joined[name] = StoredTensor(np.dtype(np.float32), rows.shape, _product(rows, scale))
+  return joined
+
+
+def _product(rows: StoredTensor, scale: StoredTensor) -> Callable[[], np.ndarray]:
+  def read() -> np.ndarray:
+    factor = np.asarray(scale.read()).reshape(-1, *(1,) * (len(rows.shape) - 1))
+    return np.asarray(rows.read()).astype(np.float32) * factor
+  return read
 
 
 def _tensor_files(path: pathlib.Path) -> list[pathlib.Path]:

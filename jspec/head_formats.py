@@ -271,10 +271,13 @@ def _eagle_config(files: HeadFiles, tensors: Mapping[str, StoredTensor],
   default = _SPECULATORS_DRAFT_VOCAB if speculators else layer.vocab_size
   switches = {name: bool(given.get(name, False)) for name in (
     "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")}
+  vocabulary = _integer(given, "draft_vocab_size", default=default)
+  # Of a draft vocabulary, only jspec's own files say that lm_head is the target's rows.
+  needs_head = vocabulary < layer.vocab_size and not given.get("tie_lm_head", False)
   return EagleConfig(
-    3, layer, _integer(given, "target_hidden_size", default=layer.width),
-    _integer(given, "draft_vocab_size", default=default), taps, len(taps) or 3,
-    "embed_tokens.weight" in tensors, "lm_head.weight" in tensors, **switches)
+    3, layer, _integer(given, "target_hidden_size", default=layer.width), vocabulary, taps,
+    len(taps) or 3, "embed_tokens.weight" in tensors, needs_head or "lm_head.weight" in tensors,
+    **switches)
 
 
 def _feature_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
@@ -314,7 +317,7 @@ def _eagle_leaves(config: EagleConfig) -> dict[Path, Leaf]:
                    for i in range(config.num_taps)})
   if config.has_embed:
     leaves["embed",] = Leaf("embed_tokens.weight", (config.vocab_size, width))
-  if config.has_head or config.draft_vocab_size:
+  if config.has_head:
     rows = config.draft_vocab_size or config.vocab_size
     leaves["head", "w"] = Leaf("lm_head.weight", (rows, width))
   return leaves

@@ -174,6 +174,15 @@ class LLM:
     """Like generate, but yields snapshots, of any request in any order, as text appears."""
     return self._run(self._requests(prompts, params), 1, batch=False)
 
+  def as_completed(self, prompts: Prompt | Sequence[Prompt],
+                   params: SamplingParams | Sequence[SamplingParams] | None = None
+                   ) -> Iterator[RequestOutput]:
+    """Like generate, but yields each finished output as soon as it is there and forgets it.
+
+    The request_ids count on in the order of the prompts; those of a new LLM begin at "0".
+    """
+    return self._finished(self._requests(prompts, params))
+
   def encode_chat(self, messages: Messages, add_generation_prompt: bool = True) -> list[int]:
     return self.tokenizer.apply_chat_template(messages, add_generation_prompt)
 
@@ -206,6 +215,14 @@ class LLM:
       own = params if params.seed is None else dataclasses.replace(params, seed=params.seed + i)
       requests.append(Request(name, i, ids, own, limit, self.tokenizer))
     return _Group(name, prompt if isinstance(prompt, str) else None, requests)
+
+  def _finished(self, groups: list[_Group]) -> Iterator[RequestOutput]:
+    running = {group.request_id: group for group in groups}
+    for output in self._run(groups, MAX_STEPS, batch=True):
+      if output.finished:
+        for request in running.pop(output.request_id).requests:
+          request.hidden_states = None  # some megabytes each, which only the output keeps now
+        yield output
 
   def _run(self, groups: list[_Group], num_steps: int,
            batch: bool) -> Iterator[RequestOutput]:

@@ -122,7 +122,7 @@ def blocks(layers, config: ModelConfig, x, position, mask, rows: Rows, pages: KV
       y = attn_input if i == 0 and attn_input is not None else norm(
           x, layer["attn_norm"], config, bitwise)
       q, k, v = (dense(y, layer[name], bitwise) for name in "qkv")
-      q, k = (_heads(a, layer.get(f"{name}_norm"), config, angles[sliding], bitwise)
+      q, k = (rotate_heads(a, layer.get(f"{name}_norm"), config, angles[sliding], bitwise)
               for a, name in ((q, "q"), (k, "k")))
       k_pages, v_pages, k_scale, v_scale = (x[i] for x in layer_pages)
       k_pages, k_scale = cache.write(k_pages, k_scale, *where, k)
@@ -243,7 +243,7 @@ def rope_frequencies(config: ModelConfig, sliding: bool) -> np.ndarray:
   return frequency.astype(np.float32)
 
 
-def _heads(x, p, config: ModelConfig, angles, bitwise):
+def rotate_heads(x, p, config: ModelConfig, angles, bitwise):
   """q or k rows [R, heads*h]: per-head norm, then rotation of the two halves."""
   y = x.reshape(x.shape[0], -1, config.head_dim)
   if p is not None:

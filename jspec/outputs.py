@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
+
 
 @dataclasses.dataclass(frozen=True)
 class SpeculativeStats:
@@ -76,6 +78,9 @@ class CompletionOutput:
   speculation: SpeculativeStats = SpeculativeStats()
   # For each token, whether the drafter had proposed it.
   drafted: tuple[bool, ...] = ()
+  # bfloat16 [prompt and output tokens but the last, layers * E], the layers in the order asked for;
+  # of finished outputs under method "extract_hidden_states".
+  hidden_states: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)

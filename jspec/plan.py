@@ -58,6 +58,7 @@ class StepConfig:
   bitwise: bool = False
   attend: Attend = reference.paged_attention
   verification: Verification = Verification()
+  adaptive: bool = True  # else every draft is verified whole
 
 
 def default_widths(num_slots: int, num_nodes: int) -> tuple[tuple[int, int], ...]:
@@ -85,6 +86,7 @@ def plan(draft: DraftTree, state: SpecState, config: StepConfig, lag: jax.Array)
   past steps only, never at the drafted tokens, so it cannot bias them. Sampled drafts are verified
   whole: cutting one because of the company would make a seeded request's text depend on the batch.
   So are drafts under a lossy rule: what passes there says nothing about the drafter.
+  And so is every draft where config.adaptive is False.
 
   Args:
     lag: f32[], tokens. Progress is the soft minimum over the slots of how far each has come on its
@@ -104,7 +106,7 @@ def plan(draft: DraftTree, state: SpecState, config: StepConfig, lag: jax.Array)
   rows, nodes = (jnp.array(x) for x in zip(*config.widths, strict=True))
   room = rows - num_active
   node = jnp.tile(jnp.arange(n), b)
-  if draft.q_probs is not None or config.verification.is_lossy:
+  if draft.q_probs is not None or config.verification.is_lossy or not config.adaptive:
     fits = (drafted.sum() <= room) & (jnp.where(drafted, jnp.arange(n), 0).max() < nodes)
     choice = jnp.argmax(fits)
   else:

@@ -6,6 +6,8 @@ import dataclasses
 import time
 from typing import NamedTuple
 
+import numpy as np
+
 from jspec.outputs import CompletionOutput, Logprob, SpeculativeStats
 from jspec.sampling_params import SamplingParams
 from jspec.tokenizer import Detokenizer, Tokenizer
@@ -41,6 +43,7 @@ class Request:
   finish_reason: str | None = None
   stop_reason: int | str | None = None
   stats: SpeculativeStats = SpeculativeStats()
+  hidden_states: np.ndarray | None = None
 
   def __post_init__(self):
     self._detokenizer = Detokenizer(self.tokenizer, self.params.skip_special_tokens)
@@ -121,4 +124,5 @@ class Request:
     total = sum(list(row.values())[0].logprob for row in self.logprobs) if wants else None
     return CompletionOutput(
         self.index, text, tuple(self.tokens), self.finish_reason, self.stop_reason,
-        tuple(self.logprobs) if wants else None, total, self.stats, tuple(self.drafted))
+        tuple(self.logprobs) if wants else None, total, self.stats, tuple(self.drafted),
+        self.hidden_states)

@@ -49,6 +49,9 @@ class Scheduler:
       self.running[slot] = request
       yield slot, request, self._pages[slot]
 
+  def pages(self, slot: int) -> list[int]:
+    return self._pages[slot]
+
   def finish(self, slot: int) -> None:
     del self.running[slot]
     self.allocator.free(self._pages.pop(slot))

@@ -11,7 +11,9 @@ from jspec.config import Verification
 LOOKUPS = ("ngram", "suffix")  # drafts copied from text that is there: they need no model
 HEADS = ("medusa", "mlp_speculator", "eagle", "eagle3")  # trained for one target
 NEURAL = ("draft_model", *HEADS)
-METHODS = ("none", *LOOKUPS, *NEURAL)  # and "lookup+neural", e.g. "ngram+eagle3"
+EXTRACT = "extract_hidden_states"  # drafts nothing, keeps what heads are trained on
+DRAFTING = ("none", *LOOKUPS, *NEURAL)
+METHODS = (*DRAFTING, EXTRACT)  # and "lookup+neural", e.g. "ngram+eagle3"
 DRAFT_SAMPLE_METHODS = ("greedy", "probabilistic")
 MANY = 2**30  # more draft tokens than any drafter has
 
@@ -33,6 +35,7 @@ BELONGS = {
   "suffix_max_spec_factor": ("suffix",),
   "suffix_min_token_prob": ("suffix",),
   "draft_tensor_parallel_size": ("draft_model",),
+  "hidden_state_layers": (EXTRACT,),
 }
 
 
@@ -61,12 +64,15 @@ class SpeculativeConfig:
   suffix_max_spec_factor: float = 1.0  # draft tokens per matched token
   suffix_min_token_prob: float = 0.1  # of a path
   num_lookup_tokens: int = 0  # of the lookup in a joined method; 0: num_speculative_tokens
+  hidden_state_layers: tuple[int, ...] = ()  # to keep, named as in transformers' hidden_states
+  # False: every draft is verified whole, as in vLLM, whatever past acceptance promises.
+  adaptive_draft_length: bool = True
   verification: Verification = Verification()
 
   def __post_init__(self):
     _check_method(self.method)
     neural = [part for part in self.parts if part in NEURAL]
-    low = 0 if self.method == "none" or set(self.parts) & {*HEADS, "suffix"} else 1
+    low = 0 if self.method == "none" or set(self.parts) & {*HEADS, "suffix", EXTRACT} else 1
     check_int("num_speculative_tokens", self.num_speculative_tokens, low)
     if self.draft_sample_method not in DRAFT_SAMPLE_METHODS:
       raise ValueError(f"draft_sample_method must be one of {listed(DRAFT_SAMPLE_METHODS)}, "
@@ -74,11 +80,16 @@ class SpeculativeConfig:
     if not isinstance(self.prompt_lookup_latest, bool):
       raise ValueError(f"prompt_lookup_latest must be true or false, "
                        f"got {self.prompt_lookup_latest!r}")
+    if not isinstance(self.adaptive_draft_length, bool):
+      raise ValueError(f"adaptive_draft_length must be true or false, "
+                       f"got {self.adaptive_draft_length!r}")
     self._check_belonging()
     if neural and (not isinstance(self.model, str) or not self.model):
       raise ValueError(f"method {self.method!r} needs a model, got {self.model!r}")
     if "ngram" in self.parts:
       self._check_ngram()
+    if self.method == EXTRACT:
+      self._check_extract()
     self._check_numbers()
     self._check_trees()
     self._check_verification()
@@ -105,6 +116,15 @@ class SpeculativeConfig:
     if self.prompt_lookup_min > self.prompt_lookup_max:
       raise ValueError(f"prompt_lookup_min={self.prompt_lookup_min} must not exceed "
                        f"prompt_lookup_max={self.prompt_lookup_max}")
+
+  def _check_extract(self):
+    layers = self.hidden_state_layers
+    if not layers or any(type(i) is not int or i < 0 for i in layers):
+      raise ValueError(f"method {EXTRACT!r} needs hidden_state_layers, a list of numbers >= 0, "
+                       f"got {list(layers)}")
+    if self.num_speculative_tokens:
+      raise ValueError(f"method {EXTRACT!r} drafts nothing, got num_speculative_tokens="
+                       f"{self.num_speculative_tokens}")
 
   def _check_numbers(self):
     for name, low in (("draft_tensor_parallel_size", 1), ("tree_top_k", 0),

@@ -13,7 +13,7 @@ KEYS = ("method", "model", "num_speculative_tokens", "prompt_lookup_max", "promp
         "num_speculative_tokens_per_batch_size", "disable_by_batch_size",
         "draft_tensor_parallel_size", "acceptance_method", "posterior_threshold",
         "posterior_alpha", "synthetic_acceptance_rate", "synthetic_acceptance_rates",
-        "synthetic_acceptance_length")
+        "synthetic_acceptance_length", "hidden_state_layers", "adaptive_draft_length")
 
 # Older spellings -> today's.
 OLDER = {

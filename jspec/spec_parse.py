@@ -31,7 +31,7 @@ NGRAM_LOOKUP_MAX, NGRAM_LOOKUP_MIN = 4, 2
 NGRAM_DRAFT_TOKENS = 7
 
 _NGRAM_NAMES = ("ngram", "[ngram]")
-_OTHER_METHODS = ("custom_class", "mtp", "dflash", "dspark", "extract_hidden_states")  # vLLM's
+_OTHER_METHODS = ("custom_class", "mtp", "dflash", "dspark")  # vLLM's
 _NAME_HINTS = (("eagle3", "eagle3"), ("eagle-", "eagle"), ("dflash", "dflash"),
                ("dspark", "dspark"), ("medusa", "medusa"))  # in a model's name, as vLLM reads it
 _PASSED = {  # keys that are fields, too -> the field
@@ -40,6 +40,8 @@ _PASSED = {  # keys that are fields, too -> the field
   "tree_top_k": "tree_top_k",
   "tree_total_tokens": "tree_total_tokens",
   "n_candidates": "n_candidates",
+  "adaptive_draft_length": "adaptive_draft_length",
+  "hidden_state_layers": "hidden_state_layers",
   "draft_confidence_threshold": "draft_confidence_threshold",
   "num_lookup_tokens": "num_lookup_tokens",
   "draft_tensor_parallel_size": "draft_tensor_parallel_size",
@@ -96,6 +98,10 @@ def parse_speculative(config: Mapping[str, Any] | None = None,
   lookup_max, lookup_min = _lookups(parts, keys)
   sampling, verification = _verification(keys, tokens)
   fields = {field: keys[key] for key, field in _PASSED.items() if key in keys}
+  layers = fields.get("hidden_state_layers", ())
+  if isinstance(layers, str) or not isinstance(layers, Sequence):
+    raise ValueError(f"hidden_state_layers must be a list of numbers, got {layers!r}")
+  fields["hidden_state_layers"] = tuple(layers)
   if set(parts) <= {"ngram"}:
     fields.pop("model", None)
   return SpeculativeConfig(

@@ -71,6 +71,19 @@ class Tokenizer:
     added = self.backend.get_added_tokens_decoder()
     return frozenset(i for i, token in added.items() if token.special)
 
+  def save(self, folder: str | pathlib.Path) -> None:
+    """Writes the files that load_tokenizer, and transformers, read it from."""
+    folder = pathlib.Path(folder)
+    self.backend.save(str(folder / "tokenizer.json"))
+    spelled = {} if self.bos_id is None else {"bos_token": self.backend.id_to_token(self.bos_id)}
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **spelled,
+                              **self.special_tokens}
+    if self.chat_template is not None:
+      config["chat_template"] = self.chat_template
+    for name, content in (("tokenizer_config.json", config),
+                          ("generation_config.json", {"eos_token_id": list(self.eos_ids)})):
+      (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
   def vocab_hash(self) -> str:
     """Equal for tokenizers with the same token -> id map: what a draft model must share."""
     vocab = self.backend.get_vocab(with_added_tokens=True)

@@ -15,7 +15,7 @@ from jspec.config import ModelConfig
 from jspec.pallas import paged_attention_tpu
 
 B, LENGTH = 256, 40  # texts of 2 to 21 + 40 tokens: every residue of the page size
-SPECULATING = [name for name in tiny.CASES if name != "none"]
+SPECULATING = [name for name in tiny.CASES if tiny.CASES[name](tiny.TARGET)[0].max_depth]
 POINT_MASS = [n for n in SPECULATING if not tiny.CASES[n](tiny.TARGET)[0].sampled]
 
 
@@ -25,7 +25,7 @@ def greedy(name):
                        LENGTH)
 
 
-@pytest.mark.parametrize("name", SPECULATING)
+@pytest.mark.parametrize("name", tiny.quick_cases(cases=SPECULATING))
 def test_greedy_text_is_plain_decodings(name):
   assert greedy(name)[0] == greedy("none")[0]
   assert len(tiny.rig(name, B).traces) == 1
@@ -50,7 +50,7 @@ def test_greedy_text_alone_is_that_in_a_batch(name):
   assert len(rig.traces) == 1
 
 
-@pytest.mark.parametrize("name", SPECULATING)
+@pytest.mark.parametrize("name", tiny.quick_cases(cases=SPECULATING))
 def test_draft_lengths_limits_and_stop_tokens_by_slot(name):
   """Each slot's text is plain's cut at its limit or first stop token; none drafts beyond its K."""
   rig = tiny.rig(name, B)
@@ -94,7 +94,7 @@ def test_a_stop_token_inside_an_accepted_run_cuts_there(name):
                  for row, s in zip(greedy("none")[0], stop, strict=True)]
 
 
-@pytest.mark.parametrize("name", POINT_MASS)
+@pytest.mark.parametrize("name", tiny.quick_cases(cases=POINT_MASS))
 def test_seeded_text_is_the_same_with_and_without_drafts(name):
   options = tiny.sampling_for(B, temperature=0.9, top_p=np.where(np.arange(B) % 2, 0.8, 1))
   text = lambda rig: tiny.generate(

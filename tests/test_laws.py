@@ -98,7 +98,7 @@ def assert_well_formed(tree, root, drafter):
     assert max(depth.values()) <= drafter.max_depth
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", tiny.quick_cases())
 def test_law_1_trees_are_well_formed(name):
   """After any text, chunk sizes, roots and keys; fresh slots too."""
   b = bench(name)
@@ -113,7 +113,7 @@ def test_law_1_trees_are_well_formed(name):
     assert_well_formed(tree, text["token"][np.arange(B), length], b.drafter)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", tiny.quick_cases())
 def test_law_2_state_keeps_its_structure(name):
   b = bench(name)
   text, spec = b.text(0), lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
@@ -121,7 +121,7 @@ def test_law_2_state_keeps_its_structure(name):
   assert spec(proposed) == spec(b.empty) == spec(b.observe(proposed, text, 3, 2))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", tiny.quick_cases())
 def test_law_3_propose_commits_nothing(name):
   """Not by what it returns, nor by what is observed and proposed later, whatever its root."""
   b = bench(name)
@@ -137,7 +137,7 @@ def test_law_3_propose_commits_nothing(name):
     assert_same_trees(b.propose(clean, text, 9 + count)[0], b.propose(after, text, 9 + count)[0])
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", tiny.quick_cases())
 def test_law_4_observing_in_chunks_is_observing_at_once(name):
   """Cut at every place, page boundaries and their neighbours included, and token by token."""
   b = bench(name)
@@ -154,7 +154,7 @@ def test_law_4_observing_in_chunks_is_observing_at_once(name):
       assert_same_trees(at_once, b.propose(state, text, T)[0])
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", tiny.quick_cases())
 def test_law_4_ragged_slots_are_each_their_own(name):
   """Slots at different lengths take different counts; those with count 0 do not change."""
   b = bench(name)
@@ -169,7 +169,7 @@ def test_law_4_ragged_slots_are_each_their_own(name):
   assert_same_trees(alone, after)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", tiny.quick_cases())
 def test_law_4_a_subset_of_slots_is_all_that_changes(name):
   b = bench(name)
   text = b.text(4, repeating=True)
@@ -182,7 +182,7 @@ def test_law_4_a_subset_of_slots_is_all_that_changes(name):
   assert_same_trees(jax.tree.map(lambda x: x[jnp.array([3, 1])], everyone), chosen)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", tiny.quick_cases())
 def test_a_new_tenant_owes_nothing_to_the_last(name):
   b = bench(name)
   old, new = b.text(5), b.text(6, repeating=True)
@@ -212,7 +212,7 @@ def largest_z(tree):
   return np.abs(difference / np.sqrt(variance + 1)).max()
 
 
-@pytest.mark.parametrize("name", SAMPLED)
+@pytest.mark.parametrize("name", tiny.quick_cases(cases=SAMPLED))
 def test_law_5_tokens_are_drawn_from_the_q_they_carry(name):
   """N = 4000 slots after the same text, with keys of their own."""
   b = Bench(name, N)

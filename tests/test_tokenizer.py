@@ -224,3 +224,17 @@ def test_hugging_face_folder(tmp_path):
   (tmp_path / "tokenizer.json").unlink()
   with pytest.raises(ValueError, match="no tokenizer.json"):
     load_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_is_saved_and_read_as_it_was(tmp_path):
+  """From GGUF metadata to a Hugging Face folder: what a draft model gets of its target."""
+  before = gguf_tokenizer(sentencepiece_metadata(**{
+      "tokenizer.chat_template":
+          "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"}))
+  before.save(tmp_path)
+  after = load_tokenizer(tmp_path)
+  assert after.vocab_hash() == before.vocab_hash()
+  assert (after.eos_ids, after.bos_id) == (before.eos_ids, before.bos_id)
+  assert after.special_tokens == before.special_tokens
+  messages = [{"role": "user", "content": "lower 日"}]
+  assert after.apply_chat_template(messages) == before.apply_chat_template(messages)

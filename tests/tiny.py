@@ -26,16 +26,20 @@ __all__ = ["CASES", "DRAFT", "MAX_LEN", "PAGE", "TARGET", "VOCAB", "params_of", 
 PREFILL = (8, 16)  # chunk sizes of a prompt's two halves
 
 
-# The same drafter as another case, with other parameters or another rule for ties: mostly slow.
-VARIANTS = ("ngram_latest", "draft_model_self", "draft_model_self_sampled", "draft_model_self_tree",
-            "draft_model_self_tree_sampled", "draft_model_contrary_sampled", "medusa_confident",
-            "draft_model_confident_sampled")
+# The same drafter as another case, with other parameters, another shape or another rule for ties:
+# each costs a compilation, so by default its sister alone is run.
+VARIANTS = ("ngram_latest", "draft_model_confident", "draft_model_confident_sampled",
+            "draft_model_tree", "draft_model_self", "draft_model_self_sampled",
+            "draft_model_self_tree", "draft_model_self_tree_sampled",
+            "draft_model_contrary_sampled", "suffix", "suffix+draft_model_tree",
+            "medusa_confident", "medusa_sampled", "medusa_tree", "mlp_speculator",
+            "mlp_speculator_tree_sampled", "eagle_tree", "eagle3_sampled", "eagle3_dynamic")
 
 
-def quick_cases(slow=lambda name: False) -> list:
-  """Every case; the variants are slow, and what else is."""
+def quick_cases(slow=lambda name: False, cases=tuple(CASES)) -> list:
+  """The cases; the variants are slow, and what else is."""
   return [pytest.param(name, marks=pytest.mark.slow) if name in VARIANTS or slow(name) else name
-          for name in CASES]
+          for name in cases]
 
 
 def with_kernels(*quick: tuple[str, str]) -> list:

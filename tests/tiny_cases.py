@@ -22,6 +22,7 @@ from jspec.drafters.base import Drafter
 from jspec.drafters.combined import combine
 from jspec.drafters.draft_model import draft_model
 from jspec.drafters.eagle import eagle, eagle_dynamic
+from jspec.drafters.hidden_states import hidden_states
 from jspec.drafters.medusa import medusa
 from jspec.drafters.mlp_speculator import mlp_speculator
 from jspec.drafters.ngram import ngram
@@ -250,5 +251,7 @@ CASES: dict[str, Callable[..., tuple[Drafter, Any]]] = {  # (target, attend) -> 
     "eagle3_tree_sampled": _eagle_case(EAGLE3, eagle3_head, EAGLE_TREE, sampled=True),
     "eagle3_sampled": _eagle_case(EAGLE3, eagle3_head, _chain(3), sampled=True),
     "eagle3_dynamic": _eagle_case(EAGLE3, eagle3_head, None, top_k=3, depth=3, total_tokens=9),
+    "extract_hidden_states": _plain(
+        lambda target: hidden_states((0, 1, 2), 3 * target.width, PAGE)),
     "random_trees": _plain(lambda target: random_trees(7, target.vocab_size)),
 }

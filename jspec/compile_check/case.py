@@ -7,7 +7,7 @@ import importlib.util
 
 from jspec.compile_check import chips, models
 from jspec.config import DTYPES, KV_DTYPES, ModelConfig
-from jspec.spec_config import METHODS
+from jspec.spec_config import DRAFTING
 
 TP_SIZES = (1, 2, 4, 8)
 WHEELS = {  # platform -> (modules that must be there, what they are)
@@ -36,8 +36,8 @@ class Case:
     for name in ("batch", "context", "nodes", "page_size"):
       if getattr(self, name) < 1:
         raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
-    if self.drafter not in METHODS:
-      raise ValueError(f"drafter {self.drafter!r} is unknown; known: {', '.join(METHODS)}")
+    if self.drafter not in DRAFTING:
+      raise ValueError(f"drafter {self.drafter!r} is unknown; known: {', '.join(DRAFTING)}")
     if self.dtype not in DTYPES:
       raise ValueError(f"dtype {self.dtype!r} is not one of {DTYPES}")
     if self.tp not in TP_SIZES:

@@ -5,7 +5,17 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from jspec.drafters import combined, draft_model, eagle, medusa, mlp_speculator, ngram, none, suffix
+from jspec.drafters import (
+  combined,
+  draft_model,
+  eagle,
+  hidden_states,
+  medusa,
+  mlp_speculator,
+  ngram,
+  none,
+  suffix,
+)
 from jspec.drafters.base import Drafter, DrafterSetup
 
 # name -> build(DrafterSetup) -> (Drafter, its parameters)
@@ -18,6 +28,7 @@ DRAFTERS = {
     "mlp_speculator": mlp_speculator.build,
     "eagle": eagle.build_eagle,
     "eagle3": eagle.build_eagle3,
+    "extract_hidden_states": hidden_states.build,
 }
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from jspec.attention import Attend
 from jspec.config import ModelConfig
@@ -57,6 +58,8 @@ class Drafter(NamedTuple):
   sampled: bool = False  # whether trees carry q_probs
   num_scratch: int = 0  # KV positions from length on that propose may write, if more than num_nodes
   feed: Feed | None = None  # the half of it that lives on the host, if any
+  # (state, page table i32[max_pages], tokens) -> [tokens, F]: what it kept of a finished request
+  collect: Callable[[Any, np.ndarray, int], np.ndarray] | None = None
 
   @property
   def is_chain(self) -> bool:

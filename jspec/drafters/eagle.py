@@ -6,6 +6,7 @@ shape, greedy or sampled, or EAGLE-2's dynamic tree (Li et al. 2024b). Its state
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import flax.struct
@@ -198,6 +199,17 @@ def _init(config: EagleConfig, page_size: int, dtype):
   return lambda num_slots, num_pages: cache.init_pages(config.layer, num_pages, page_size, dtype)
 
 
+def with_lm_head(config: EagleConfig, head, target_params):
+  """The head with a copy of the target's lm_head rows, where it drafts from these."""
+  if config.has_head or not config.draft_vocab_size:
+    return config, head
+  ids = head["target_id"]
+  w = (target_params["head"]["w"][:, ids] if "head" in target_params
+       else target_params["embed"][ids].T)
+  w = jax.device_put(w, head["fc"]["w"].sharding)
+  return dataclasses.replace(config, has_head=True), head | {"head": {"w": w}}
+
+
 def build_eagle(setup: DrafterSetup):
   """EAGLE-1 and -2."""
   return _build(setup, "eagle")
@@ -209,7 +221,7 @@ def build_eagle3(setup: DrafterSetup):
 
 def _build(setup: DrafterSetup, method: str):
   spec = setup.spec
-  config, head = load_head(setup, method)
+  config, head = with_lm_head(*load_head(setup, method), setup.target_params)
   sampled = spec.draft_sample_method == "probabilistic"
   num_tokens = spec.num_speculative_tokens
   if spec.tree_top_k and spec.tree_total_tokens:

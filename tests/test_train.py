@@ -1,0 +1,231 @@
+"""The update, on one device and on eight, and whole training runs of tiny heads."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from test_training_eagle3 import TAPS, TARGET_ID, packed_batch
+from tiny_cases import TARGET, target_params
+from tiny_llm import tiny_model
+
+from jspec.heads import load_head
+from training import config as configuration
+from training import state, train
+from training.config import DataConfig, TrainConfig
+from training.methods import METHODS, make_method
+from training.methods.eagle3 import Eagle3Options
+
+OPTIONS = Eagle3Options(steps=2, feature_layers=TAPS, train_head=True)
+
+
+def method():
+  return make_method("eagle3", OPTIONS, TARGET, TARGET_ID)
+
+
+def micro_batches(count: int):
+  """[count, 4, T], no two rows alike."""
+  one = packed_batch()
+  rows = jax.tree.map(lambda x: jnp.concatenate([x, jnp.flip(x, 0)]), one)
+  shift = lambda i: rows.replace(token=(rows.token + i) % TARGET.vocab_size)
+  return jax.tree.map(lambda *xs: jnp.stack(xs), *[shift(i) for i in range(count)])
+
+
+def run(update, began, batch, steps=2):
+  losses = []
+  for _ in range(steps):
+    began, metrics = update(began, target_params(), batch)
+    losses.append(float(metrics["loss_1"]))
+  return losses, began
+
+
+def test_accumulated_gradients_are_the_mean_of_the_micro_batches():
+  batch, optimizer = micro_batches(3), optax.sgd(1.0)
+  began = state.init_state(0, method(), optimizer, target_params())
+  loss = lambda p, b: method().loss(p, target_params(), b, 0, None)[0]
+  grads = [jax.grad(loss)(began.params, jax.tree.map(lambda x, i=i: x[i], batch))
+           for i in range(3)]
+  want = jax.tree.map(lambda p, *g: p - sum(g) / 3, began.params, *grads)
+  after, _ = jax.jit(state.make_update(method(), optimizer, TARGET))(
+      began, target_params(), batch)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), after.params, want)
+
+
+def test_hidden_states_on_the_fly_are_those_that_were_stored():
+  batch, optimizer = micro_batches(1), optax.sgd(0.1)
+  bare = batch.replace(hidden=None, feature=None)
+  update = jax.jit(state.make_update(method(), optimizer, TARGET))
+  start = state.init_state(0, method(), optimizer, target_params())
+  # The batch's own states are of packed_batch's tokens, which shift(0) leaves alone.
+  np.testing.assert_allclose(run(update, start, bare)[0], run(update, start, batch)[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("dp, tp", [(4, 2), (1, 8), (2, 1)])
+def test_losses_on_several_devices_are_those_of_one(dp, tp):
+  batch, optimizer = micro_batches(2), optax.adam(1e-2)
+  start = state.init_state(0, method(), optimizer, target_params(), ema_decay=0.9)
+  update = state.make_update(method(), optimizer, TARGET, ema_decay=0.9)
+  want, after = run(jax.jit(update), start, batch)
+  mesh = state.make_mesh(dp, tp)
+  where = state.shardings(mesh, start)
+  held = jax.device_put(start, where)
+  if tp > 1:  # split by inference's own table, and Adam's moments with it
+    q = held.params["layers"][0]["q"]["w"]
+    assert q.addressable_shards[0].data.shape[1] == q.shape[1] // tp
+    moment = held.optimizer[0].mu["layers"][0]["q"]["w"]
+    assert moment.sharding == q.sharding
+  placed = jax.device_put(batch, state.batch_sharding(mesh))
+  assert placed.token.addressable_shards[0].data.shape[1] == 4 // dp
+  target = jax.device_put(target_params(), state.shardings(mesh, target_params()))
+  split = jax.jit(update, out_shardings=(where, None))
+  losses = []
+  for _ in range(2):
+    held, metrics = split(held, target, placed)
+    losses.append(float(metrics["loss_1"]))
+  np.testing.assert_allclose(losses, want, rtol=1e-5)
+  np.testing.assert_allclose(jax.device_get(held.average["fc"]["w"]), after.average["fc"]["w"],
+                             atol=1e-5)
+
+
+def test_the_average_follows_the_parameters_and_is_what_counts():
+  optimizer = optax.sgd(1.0)
+  start = state.init_state(0, method(), optimizer, target_params(), ema_decay=0.9)
+  update = jax.jit(state.make_update(method(), optimizer, TARGET, ema_decay=0.9))
+  average = start.params
+  now = start
+  for step in range(3):
+    now, _ = update(now, target_params(), micro_batches(1))
+    decay = min(0.9, (1 + step) / (10 + step))
+    average = jax.tree.map(lambda a, p, d=decay: d * a + (1 - d) * p, average, now.params)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), now.best, average)
+
+
+def test_too_many_devices_are_refused():
+  with pytest.raises(ValueError, match="data_parallel=4 times tensor_parallel=4 needs 16 devices"):
+    state.make_mesh(4, 4)
+
+
+# ------------------------------------------------------------------ whole runs
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+  """Conversations whose answers can be learned."""
+  path = tmp_path_factory.mktemp("texts") / "texts.jsonl"
+  rows = [{"prompt": f"the {a}", "response": f"an {a} and the {b}, an {a} and the {b}."}
+          for a in "abcdefgh" for b in "stuvw"]
+  path.write_text("\n".join(map(json.dumps, rows)))
+  return str(path)
+
+
+def config_of(texts, folder, name="medusa", **fields):
+  options = {"eagle3": {"steps": 2, "feature_layers": [1, 2]}, "eagle": {"num_draft": 2},
+             "medusa": {"num_heads": 2}, "medusa2": {"num_heads": 2, "rank": 2},
+             "mlp_speculator": {"n_predict": 2, "inner_dim": 16},
+             "draft_model": {"num_layers": 1, "num_draft": 2}}[name]
+  tree = dict(target="tiny", method=name, output=str(folder), options=options, steps=6,
+              data={"conversations": [texts], "validation": 0.2, "max_length": 64, "rows": 2},
+              optimizer={"learning_rate": 1e-2, "clip_norm": 1.0},
+              checkpoint={"every": 2, "keep": 2}, log={"every": 2}, eval={"every": 4, "batches": 2})
+  return configuration.from_dict(tree | fields)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_trains_exports_and_drafts(name, texts, tmp_path):
+  result = train.train(config_of(texts, tmp_path, name), tiny_model())
+  assert result["engine"]["identical"] == result["engine"]["prompts"] > 0
+  assert json.loads((tmp_path / "result.json").read_text())["steps"] == 6
+  rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+  assert [r["step"] for r in rows if r["kind"] == "train"] == [2, 4, 6]
+  assert [r["step"] for r in rows if r["kind"] == "eval"] == [4, 6]
+  assert 0 <= rows[-1]["top1_1"] <= rows[-1]["top5_1"] <= 1
+
+
+def test_an_interrupted_run_goes_on_to_the_same_head(texts, tmp_path, monkeypatch):
+  fields = dict(draft_vocab_size=32, ema=0.5)
+  whole = train.train(config_of(texts, tmp_path / "a", "eagle3", **fields), tiny_model())
+  config = config_of(texts, tmp_path / "b", "eagle3", **fields)
+  monkeypatch.setattr(train.metrics.Log, "write", _stopping_at(4))
+  with pytest.raises(KeyboardInterrupt):
+    train.train(config, tiny_model())
+  monkeypatch.undo()
+  resumed = train.train(config, tiny_model())
+  assert resumed["validation"] == whole["validation"]
+  heads = [load_head(tmp_path / name / "head", tiny_model().config)[1] for name in "ab"]
+  jax.tree.map(np.testing.assert_array_equal, *heads)
+
+
+def _stopping_at(step):
+  write = train.metrics.Log.write
+
+  def stopping(self, at, *args, **kwargs):
+    if at == step:
+      raise KeyboardInterrupt
+    return write(self, at, *args, **kwargs)
+
+  return stopping
+
+
+def test_a_head_can_start_from_an_exported_one(texts, tmp_path):
+  config = config_of(texts, tmp_path / "a", "eagle3", draft_vocab_size=32)
+  train.train(config, tiny_model())
+  more = dataclasses.replace(config, output=str(tmp_path / "b"), steps=1,
+                             init_from=str(tmp_path / "a" / "head"))
+  train.train(more, tiny_model())
+  first, second = (load_head(tmp_path / n / "head", tiny_model().config)[1] for n in "ab")
+  np.testing.assert_array_equal(first["target_id"], second["target_id"])
+  # One small step from where the first run ended, far from another random head.
+  assert np.abs(first["fc"]["w"] - second["fc"]["w"]).max() < 0.05
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"options": {"number": 3}}, "unknown key options.number"),
+    ({"options": {"steps": 2, "feature_layers": [0, 1]}}, "0 is the embedding"),
+    ({"export_style": "ibm"}, "export_style='ibm' is not one of specforge, speculators, compact"),
+    ({"draft_vocab_size": 999}, "draft vocabulary of 999 tokens: must lie in"),
+    ({"data": {"conversations": ["nowhere.jsonl"], "max_length": 64}}, "nowhere.jsonl"),
+])
+def test_bad_configurations_are_refused_before_training(change, message, texts, tmp_path):
+  with pytest.raises(ValueError, match=message):
+    train.train(config_of(texts, tmp_path, "eagle3", **change), tiny_model())
+
+
+def test_a_checkpoint_of_another_target_or_other_data_is_refused(texts, tmp_path):
+  config = config_of(texts, tmp_path, steps=2)
+  train.train(config, tiny_model())
+  with pytest.raises(ValueError, match="target"):
+    train.train(config, tiny_model(key=1))
+  other = tmp_path / "fewer.jsonl"
+  other.write_text("\n".join(open(texts).read().splitlines()[:20]))
+  with pytest.raises(ValueError, match="data"):
+    train.train(dataclasses.replace(config, data=DataConfig(
+        conversations=(str(other),), validation=0.2, max_length=64, rows=2)), tiny_model())
+
+
+def test_text_without_answers_is_refused(tmp_path):
+  path = tmp_path / "prompts.jsonl"
+  path.write_text('{"prompt": "the"}')
+  with pytest.raises(ValueError, match="no assistant turns in"):
+    train.train(config_of(str(path), tmp_path), tiny_model())
+
+
+def test_the_command_says_what_is_wrong_in_one_line(tmp_path, capsys):
+  assert train.main(["--config", str(tmp_path / "none.toml")]) == 2
+  assert capsys.readouterr().err.count("\n") == 1
+  path = tmp_path / "bad.toml"
+  path.write_text('target = "x"\nmethod = "eagle3"\noutput = "y"\nsteps = 1\nstep = 2\n'
+                  '[data]\nconversations = ["z"]\n')
+  assert train.main(["--config", str(path)]) == 2
+  assert "unknown key step" in capsys.readouterr().err
+
+
+def test_a_config_file_is_a_python_file_too(tmp_path):
+  path = tmp_path / "c.py"
+  path.write_text("from training.config import *\nconfig = TrainConfig(target='a', "
+                  "method='medusa', output='b', data=DataConfig(conversations=('c',)), steps=1)\n")
+  assert isinstance(configuration.load(path, ["steps=3"]), TrainConfig)

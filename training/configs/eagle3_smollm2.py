@@ -1,0 +1,32 @@
+"""The EAGLE-3 head that jspec ships for SmolLM2-135M-Instruct; see jspec/shipped/README.md.
+
+Its data is made first, see the README's section on training:
+  python -m training.generate --prompts PROMPTS --output runs/smollm2/data --features 2 15 27 30
+"""
+
+from training.config import (
+  CheckpointConfig,
+  DataConfig,
+  EvalConfig,
+  LogConfig,
+  OptimizerConfig,
+  TrainConfig,
+)
+
+config = TrainConfig(
+  target="smollm2-135m-instruct",
+  method="eagle3",
+  output="runs/smollm2/eagle3",
+  options={"steps": 2, "fc_norm": True},
+  draft_vocab_size=8192,
+  data=DataConfig(shards=("runs/smollm2/data",), validation=0.03, max_length=320, rows=2,
+                  row_length=512, features="stored"),
+  epochs=4.0,
+  optimizer=OptimizerConfig(learning_rate=1e-3, warmup_share=0.03, final_share=0.05,
+                            clip_norm=0.5),
+  ema=0.995,
+  eval=EvalConfig(every=200, batches=12),
+  checkpoint=CheckpointConfig(every=200, keep=2),
+  log=LogConfig(every=20, plot=True),
+  export_style="compact",
+)

@@ -1,0 +1,118 @@
+"""EAGLE-1 (Li et al. 2024): regression of the target's next feature, and its next-token law.
+
+Row t holds the head's entry t + 1 (see jspec/eagle_head.py): token t + 1 with feature t, from which
+it predicts feature t + 1, and by the target's lm_head token t + 2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jspec import model
+from jspec.config import ModelConfig
+from jspec.head_config import EagleConfig
+from jspec.head_init import init_head
+from training import terms, transformer
+from training.types import Batch, Method, Params
+
+
+@dataclasses.dataclass(frozen=True)
+class Eagle1Options:
+  """What there is to choose about an EAGLE-1 head and its loss."""
+
+  num_layers: int = 1
+  fc_bias: bool = True
+  feature_weight: float = 1.0
+  logit_weight: float = 0.1
+  noise: float = 0.2  # width of the uniform noise on features, for a sequence of 512 tokens
+  num_draft: int = 3  # depths that `logits` tells of
+
+  def __post_init__(self):
+    terms.check_positive("eagle1 options", self, "num_layers", "num_draft")
+    terms.check_range("eagle1 options", self, 0, 1e9, "feature_weight", "logit_weight", "noise")
+
+
+def make(options: Eagle1Options, target: ModelConfig) -> Method:
+  config = EagleConfig(1, draft_layer(target, options.num_layers), target.width, num_taps=1)
+
+  def init(key, target_params):
+    del target_params  # unused
+    params = init_head(key, config)
+    if options.fc_bias:
+      params["fc"]["b"] = jnp.zeros(config.width)
+    return params
+
+  def loss(params, target_params, batch: Batch, step, key):
+    del step  # unused
+    feature = terms.hidden_of(batch).astype(params["fc"]["w"].dtype)
+    noisy = feature + options.noise * noise(key, batch, feature.shape[-1]).astype(feature.dtype)
+    predicted, = unroll(params, target_params, batch, noisy, config, target, 1)
+    true = terms.shifted(feature, 1)
+    counts = terms.counted(batch, 2)
+    of_feature = terms.mean(smooth_l1(predicted, true), counts)
+    student, teacher = (transformer.logits(target_params, target, x) for x in (predicted, true))
+    of_logits = terms.mean(terms.soft_cross_entropy(teacher, student), counts)
+    metrics = {"loss_feature": of_feature, "loss_logits": of_logits, "terms": terms.number(counts)}
+    return (options.feature_weight * of_feature + options.logit_weight * of_logits,
+            metrics | terms.draft_metrics(student, batch, 0, None))
+
+  def logits(params, target_params, batch: Batch):
+    feature = terms.hidden_of(batch).astype(params["fc"]["w"].dtype)
+    return tuple(transformer.logits(target_params, target, x) for x in unroll(
+        params, target_params, batch, feature, config, target, options.num_draft))
+
+  return Method("eagle", config, init, loss, logits, lambda params, target_params: params)
+
+
+def draft_layer(target: ModelConfig, num_layers: int) -> ModelConfig:
+  """Llama layers of the target's sizes: what EAGLE's checkpoints can hold, whatever the target."""
+  return dataclasses.replace(
+      target, family="llama", num_layers=num_layers, norm="rms", activation="silu", gated_mlp=True,
+      qkv_bias=False, out_bias=False, mlp_bias=False, qk_norm=False, post_norms=False,
+      embed_scale=1.0, learned_positions=False, rope_theta_local=None, attn_scale=None,
+      attn_soft_cap=None, final_soft_cap=None, window=None, sliding_layers=(),
+      tie_embeddings=False, vocab_parts=1)
+
+
+def unroll(params: Params, target_params: Params, batch: Batch, feature: jax.Array,
+           config: EagleConfig, target: ModelConfig, num_steps: int) -> list[jax.Array]:
+  """Predicted features [B, T, E] of each step: the j-th of row t is of token t + 1 + j.
+
+  A later step takes token t + 1 + j of the text with the step before's own feature. As in drafting,
+  it sees the text's entries up to the row's, and the row's own of the steps before.
+  """
+  layer, out = config.layer, []
+  # By layer and step, (k, v).
+  keys: list[list[tuple[jax.Array, jax.Array]]] = [[] for _ in params["layers"]]
+  for j in range(num_steps):
+    position = batch.position + 1 + j
+    x = transformer.embed(target_params, target, terms.shifted(batch.token, 1 + j), position)
+    x = transformer.dense(jnp.concatenate([x.astype(feature.dtype), feature], -1), params["fc"])
+    angles = model.rope_angles(layer, position.reshape(-1))[False]
+    for i, p in enumerate(params["layers"]):
+      def attend(q, k, v, steps=keys[i]):
+        steps.append((k, v))
+        (text_k, text_v), *later = steps
+        return transformer.attention(q, text_k, text_v, batch.segment, batch.position, layer,
+                                     later=later)
+
+      x = transformer.block(p, layer, x, angles, attend, x if i == 0 else None)
+    out.append(x)
+    feature = x
+  return out
+
+
+def noise(key: jax.Array, batch: Batch, width: int) -> jax.Array:
+  """f32[B, T, width], uniform in +-1/2 for sequences of 512 tokens, the wider the shorter."""
+  length = (batch.segment[:, :, None] == batch.segment[:, None]).sum(-1)
+  uniform = jax.random.uniform(key, (*batch.token.shape, width), minval=-0.5, maxval=0.5)
+  return uniform * (512 / length)[..., None]
+
+
+def smooth_l1(predicted: jax.Array, true: jax.Array) -> jax.Array:
+  """Mean over the last axis of Huber's loss with delta 1."""
+  error = jnp.abs(predicted.astype(jnp.float32) - true.astype(jnp.float32))
+  return jnp.where(error < 1, error**2 / 2, error - 0.5).mean(-1)

@@ -1,0 +1,113 @@
+"""MLPSpeculator (Wertheimer et al. 2024): cross-entropy of every stage, fed the text's tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jspec.config import ModelConfig
+from jspec.head_config import MlpSpeculatorConfig
+from jspec.head_init import init_head
+from training import terms
+from training.transformer import dense
+from training.types import Batch, Method, Params
+
+EPS = 1e-6  # of its norms
+
+
+class Recipe(NamedTuple):
+  """The paper's optimiser: AdamW, warm-up, then a cosine to end_learning_rate."""
+
+  learning_rate: float
+  end_learning_rate: float
+  steps: int
+  warmup_fraction: float  # of steps; at most warmup_steps
+  warmup_steps: int
+  betas: tuple[float, float] = (0.9, 0.95)
+  weight_decay: float = 0.1
+  clip_norm: float = 1.0
+
+
+# Stage 1 learns from pretraining text, stage 2 from the target's own answers, with the same loss.
+STAGES = {1: Recipe(1e-3, 1e-4, 15_000, 0.05, 2000), 2: Recipe(1e-4, 1e-5, 6_000, 0.0, 0)}
+
+
+@dataclasses.dataclass(frozen=True)
+class MlpSpeculatorOptions:
+  """What there is to choose about an MLPSpeculator."""
+
+  n_predict: int = 3
+  inner_dim: int = 0  # 0: the target's width
+  scale_input: bool = True
+  tie_weights: bool = False  # all stages but the first projection share their weights
+
+  def __post_init__(self):
+    terms.check_positive("mlp_speculator options", self, "n_predict")
+    terms.check_range("mlp_speculator options", self, 0, 1e9, "inner_dim")
+
+
+def make(options: MlpSpeculatorOptions, target: ModelConfig) -> Method:
+  config = MlpSpeculatorConfig(target.width, target.vocab_size, options.n_predict,
+                               options.inner_dim or target.width, options.scale_input,
+                               options.tie_weights)
+
+  def init(key, target_params):
+    del target_params  # unused
+    stages = init_head(key, config)["stages"]
+    if config.tie_weights:
+      stages = [stages[0], *({"proj": stage["proj"]} for stage in stages[1:2])]
+    return {"stages": stages}
+
+  def logits(params, target_params, batch: Batch):
+    del target_params  # unused
+    return stage_logits(stages_of(params, config), config, batch)
+
+  def loss(params, target_params, batch: Batch, step, key):
+    del step, key  # unused
+    total, metrics = jnp.float32(0), {"terms": terms.number(terms.counted(batch, 2))}
+    for i, out in enumerate(logits(params, target_params, batch)):
+      entropy = terms.mean(terms.cross_entropy(out, terms.shifted(batch.token, i + 2)),
+                           terms.counted(batch, i + 2))
+      total += entropy
+      metrics |= terms.draft_metrics(out, batch, i, None, entropy)
+    return total, metrics
+
+  return Method("mlp_speculator", config, init, loss, logits,
+                lambda params, target_params: {"stages": stages_of(params, config)})
+
+
+def stages_of(params: Params, config: MlpSpeculatorConfig) -> list[Params]:
+  """All stages, from the trained ones: tied ones are kept once, or they would drift apart."""
+  kept = params["stages"]
+  if not config.tie_weights:
+    return kept
+  return [{**kept[0], "proj": kept[min(i, 1)]["proj"]} for i in range(config.n_predict)]
+
+
+def stage_logits(stages: list[Params], config: MlpSpeculatorConfig,
+                 batch: Batch) -> tuple[jax.Array, ...]:
+  """f32[B, T, V] of each stage, the arithmetic of jspec/drafters/mlp_speculator.py.
+
+  Stage i has the target's state at t and tokens t + 1 .. t + 1 + i of the text.
+  """
+  state_weight = 0.5 ** (0.5 / config.n_predict)
+  emb_weight = math.sqrt((1 - state_weight**2) * config.inner_dim / 2)
+  state = terms.hidden_of(batch)
+  state = _normed(state) / math.sqrt(2) if config.scale_input else state
+  state, out = state.astype(stages[0]["proj"]["w"].dtype), []
+  for i, stage in enumerate(stages):
+    embedded = stage["emb"][terms.shifted(batch.token, i + 1)].astype(jnp.float32)
+    x = dense(state, stage["proj"]).astype(jnp.float32) + emb_weight / state_weight * embedded
+    x = _normed(x) * stage["ln"]["scale"] + stage["ln"]["bias"]
+    state = jax.nn.gelu(x, approximate=False).astype(state.dtype)
+    out.append(dense(state, stage["head"]).astype(jnp.float32))
+  return tuple(out)
+
+
+def _normed(x: jax.Array) -> jax.Array:
+  x = x.astype(jnp.float32)
+  return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + EPS)
