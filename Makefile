@@ -7,11 +7,19 @@ READY := $(VENV)/.ready
 AOT := .venv-aot
 AOT_READY := $(AOT)/.ready
 
-.PHONY: demo test lint types aot check clean
+.PHONY: demo train-demo test lint types aot check clean
 
 demo: $(READY)  # a real model writes with speculation, then is timed against plain decoding
 	$(BIN)/jspec generate --show-drafts --max-tokens 128 --file scripts/demo_prompt.txt
 	$(BIN)/jspec bench --max-tokens 64 --repeats 1
+
+train-demo: $(READY)  # writes its own data, trains a small head, measures it on held-out prompts of that kind
+	$(BIN)/python -m training.generate --prompts training/configs/demo_prompts.jsonl \
+	  --output runs/demo/data --features 2 15 27 30 --greedy-share 1 --batch-size 32 \
+	  --max-tokens 96 --max-prompt-tokens 96
+	$(BIN)/python -m training.train --config training/configs/demo.toml
+	$(BIN)/python scripts/head_report.py --dataset training/configs/demo_prompts.jsonl --held-out 0.1 \
+	  --head runs/demo/head/head --tokens 2 3 --limit-per-task 240 --max-tokens 64
 
 test: $(READY)
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu and not tpu and not aot"
@@ -30,12 +38,12 @@ check: lint types test
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("jspec needs Python 3.11 or newer, this is " + sys.version)'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev,train]"
 	touch $@
 
 $(AOT_READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(AOT)
-	$(AOT)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev,aot]"
+	$(AOT)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev,train,aot]"
 	touch $@
 
 clean:

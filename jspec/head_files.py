@@ -72,7 +72,7 @@ def join_scales(where: str, tensors: Mapping[str, StoredTensor]) -> dict[str, St
       raise WeightsError(f"{where}: tensor {name}{SCALE_ENDING} has shape {scale.shape} and dtype "
                          f"{scale.dtype}, {name} needs {rows.shape[:1]} and float32")
     del joined[name + SCALE_ENDING]
-    joined[name] = StoredTensor(np.dtype(np.float32), rows.shape, _product(rows, scale))
+    joined[name] = StoredTensor(np.dtype(np.float32), rows.shape, _product(rows, scale), rows.dtype)
   return joined
 
 

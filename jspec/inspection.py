@@ -43,8 +43,9 @@ def _head(name: str, files: HeadFiles, target_name: str, target: ModelConfig) ->
           "config": _fields(config), "draft_vocab_size": draft_vocab_size or config.vocab_size,
           "taps": list(config.taps(target.num_layers)) if isinstance(config, EagleConfig) else [],
           "parameters": sum(math.prod(tensor.shape) for tensor in stored),
-          "bytes": sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in stored),
-          "dtypes": sorted({tensor.dtype.name for tensor in stored}),
+          "bytes": sum(math.prod(tensor.shape) * (tensor.stored or tensor.dtype).itemsize
+                       for tensor in stored),
+          "dtypes": sorted({(tensor.stored or tensor.dtype).name for tensor in stored}),
           "shared_with_target": list(shared_with_target(config)),
           "target": target_name, "fits": misfit is None, "misfit": misfit}
 

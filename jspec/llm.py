@@ -220,8 +220,10 @@ class LLM:
     running = {group.request_id: group for group in groups}
     for output in self._run(groups, MAX_STEPS, batch=True):
       if output.finished:
-        for request in running.pop(output.request_id).requests:
+        requests = running.pop(output.request_id).requests
+        for request in requests:
           request.hidden_states = None  # some megabytes each, which only the output keeps now
+        requests.clear()
         yield output
 
   def _run(self, groups: list[_Group], num_steps: int,

@@ -35,6 +35,7 @@ class StoredTensor(NamedTuple):
   dtype: np.dtype
   shape: tuple[int, ...]
   read: Callable[[], np.ndarray]
+  stored: np.dtype | None = None  # on disk, where that is another
 
 
 class _Storage(NamedTuple):

@@ -74,7 +74,8 @@ def assert_same(got, want):
 
 
 @pytest.mark.parametrize("method, tp, draft_tp", [
-    ("ngram", 2, 1), ("ngram", 8, 1), ("draft", 8, 8), ("draft", 4, 1), ("tree", 2, 2)])
+    pytest.param("ngram", 2, 1, marks=pytest.mark.slow), ("ngram", 8, 1), ("draft", 8, 8),
+    pytest.param("draft", 4, 1, marks=pytest.mark.slow), ("tree", 2, 2)])
 def test_tokens_are_a_single_devices(method, tp, draft_tp):
   """Also where kv heads (2) are fewer than devices; greedy, sampled, penalised and biased."""
   got, llm = answers(method, tp, draft_tp)

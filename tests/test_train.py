@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +18,12 @@ from tiny_llm import tiny_model
 
 from jspec.heads import load_head
 from training import config as configuration
-from training import state, train
+from training import evaluate, state, train
+from training.checkpoints import Checkpoints
 from training.config import DataConfig, TrainConfig
 from training.methods import METHODS, make_method
 from training.methods.eagle3 import Eagle3Options
+from training.types import Batch, Method
 
 OPTIONS = Eagle3Options(steps=2, feature_layers=TAPS, train_head=True)
 
@@ -65,7 +69,8 @@ def test_hidden_states_on_the_fly_are_those_that_were_stored():
   np.testing.assert_allclose(run(update, start, bare)[0], run(update, start, batch)[0], rtol=1e-5)
 
 
-@pytest.mark.parametrize("dp, tp", [(4, 2), (1, 8), (2, 1)])
+@pytest.mark.parametrize("dp, tp", [
+    (4, 2), pytest.param(1, 8, marks=pytest.mark.slow), pytest.param(2, 1, marks=pytest.mark.slow)])
 def test_losses_on_several_devices_are_those_of_one(dp, tp):
   batch, optimizer = micro_batches(2), optax.adam(1e-2)
   start = state.init_state(0, method(), optimizer, target_params(), ema_decay=0.9)
@@ -135,7 +140,9 @@ def config_of(texts, folder, name="medusa", **fields):
   return configuration.from_dict(tree | fields)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [  # a compilation of the engine each
+    pytest.param(name, marks=pytest.mark.slow) if name in ("eagle", "medusa") else name
+    for name in METHODS])
 def test_every_method_trains_exports_and_drafts(name, texts, tmp_path):
   result = train.train(config_of(texts, tmp_path, name), tiny_model())
   assert result["engine"]["identical"] == result["engine"]["prompts"] > 0
@@ -147,28 +154,38 @@ def test_every_method_trains_exports_and_drafts(name, texts, tmp_path):
 
 
 def test_an_interrupted_run_goes_on_to_the_same_head(texts, tmp_path, monkeypatch):
-  fields = dict(draft_vocab_size=32, ema=0.5)
+  fields = dict(draft_vocab_size=32, ema=0.5, checkpoint={"every": 5})
   whole = train.train(config_of(texts, tmp_path / "a", "eagle3", **fields), tiny_model())
   config = config_of(texts, tmp_path / "b", "eagle3", **fields)
-  monkeypatch.setattr(train.metrics.Log, "write", _stopping_at(4))
+  monkeypatch.setattr(train.metrics.Log, "write", _killing_at(4))
   with pytest.raises(KeyboardInterrupt):
     train.train(config, tiny_model())
   monkeypatch.undo()
+  assert Checkpoints(config.checkpoint_folder, read_only=True).latest() == 4
   resumed = train.train(config, tiny_model())
   assert resumed["validation"] == whole["validation"]
   heads = [load_head(tmp_path / name / "head", tiny_model().config)[1] for name in "ab"]
   jax.tree.map(np.testing.assert_array_equal, *heads)
 
 
-def _stopping_at(step):
+def _killing_at(step):
+  """A SIGTERM in the middle of that step: what it has begun is finished and saved."""
   write = train.metrics.Log.write
 
-  def stopping(self, at, *args, **kwargs):
-    if at == step:
-      raise KeyboardInterrupt
-    return write(self, at, *args, **kwargs)
+  def killing(self, at, *args, kind="train"):
+    if at == step and kind == "eval":
+      os.kill(os.getpid(), signal.SIGTERM)
+    return write(self, at, *args, kind=kind)
 
-  return stopping
+  return killing
+
+
+def test_a_run_that_diverges_keeps_its_last_good_checkpoint(texts, tmp_path):
+  config = config_of(texts, tmp_path, steps=30, optimizer={
+      "learning_rate": 1e30, "warmup_steps": 3, "schedule": "constant"})
+  with pytest.raises(FloatingPointError, match="is not finite"):
+    train.train(config, tiny_model())
+  assert Checkpoints(config.checkpoint_folder, read_only=True).latest() in (None, 2)
 
 
 def test_a_head_can_start_from_an_exported_one(texts, tmp_path):
@@ -187,12 +204,47 @@ def test_a_head_can_start_from_an_exported_one(texts, tmp_path):
     ({"options": {"number": 3}}, "unknown key options.number"),
     ({"options": {"steps": 2, "feature_layers": [0, 1]}}, "0 is the embedding"),
     ({"export_style": "ibm"}, "export_style='ibm' is not one of specforge, speculators, compact"),
+    ({"options": {"steps": 2, "feature_layers": [1, 9]}}, "must lie in 0..2"),
+    ({"data": {"conversations": ["texts"], "max_length": 8, "row_length": 64}}, "longer than 8"),
     ({"draft_vocab_size": 999}, "draft vocabulary of 999 tokens: must lie in"),
     ({"data": {"conversations": ["nowhere.jsonl"], "max_length": 64}}, "nowhere.jsonl"),
 ])
 def test_bad_configurations_are_refused_before_training(change, message, texts, tmp_path):
+  if change.get("data", {}).get("conversations") == ["texts"]:
+    change = {"data": change["data"] | {"conversations": [texts]}}
   with pytest.raises(ValueError, match=message):
     train.train(config_of(texts, tmp_path, "eagle3", **change), tiny_model())
+
+
+def test_a_head_that_computes_something_else_is_no_start(texts, tmp_path):
+  config = config_of(texts, tmp_path / "a", "eagle3", draft_vocab_size=32, steps=1)
+  train.train(config, tiny_model())
+  other = lambda **fields: dataclasses.replace(
+      config, output=str(tmp_path / "b"), init_from=str(tmp_path / "a" / "head"), **fields)
+  options = {"steps": 2, "feature_layers": [1, 2]}
+  for changed, said in ((other(options=options | {"feature_layers": [2, 1]}), "feature_layers"),
+                        (other(options=options | {"norm_output": True}), "norm_output"),
+                        (other(draft_vocab_size=16), "drafts from 32 tokens")):
+    with pytest.raises(ValueError, match=said):
+      train.train(changed, tiny_model())
+
+
+def test_acceptance_counts_only_drafts_that_a_chain_would_make():
+  """By hand: two roots that were emitted, the second of them with a wrong first draft."""
+  token = jnp.array([[5, 1, 2, 3, 4]])
+  batch = Batch(token, jnp.ones_like(token), jnp.arange(5)[None],
+                jnp.array([[False, True, True, True, True]]), jnp.zeros((1, 5, 1)))
+  guess = lambda *tokens: jax.nn.one_hot(jnp.array([tokens]), 8)
+  fake = Method("fake", None, None, None, lambda *_: (
+      guess(2, 3, 0, 0, 0), guess(3, 4, 0, 0, 0)), None, 2)
+  found = evaluate.summary([evaluate.make_evaluate(fake, TARGET)({}, {}, batch)])
+  # Depth 1 is drafted for tokens 2, 3, 4, right for 2 and 3; depth 2 for 3 and 4, both right.
+  assert found["acceptance_1"] == pytest.approx(2 / 3) and found["acceptance_2"] == 1.0
+  assert found["tokens_per_step_2"] == pytest.approx(1 + 2 / 3 + 2 / 3)
+
+
+def test_every_method_has_a_row_in_both_tables():
+  assert configuration.METHODS == tuple(METHODS)
 
 
 def test_a_checkpoint_of_another_target_or_other_data_is_refused(texts, tmp_path):

@@ -49,7 +49,9 @@ def test_formats_are_told_by_their_content(tmp_path):
       write(tmp_path, "book", "One\nparagraph [1].\n \n\n{Two}\n")]
   asked, answered = (turn(USER, "a"),), (turn(USER, "a"), turn(BOT, "b"))
   assert read(files) == [Conversation("list", expected), Conversation("own", expected), *(
-      Conversation("lines", m) for m in (asked, answered, answered, asked, expected)),
+      Conversation(source, m) for source, m in (
+          ("lines", asked), ("lines", answered), ("lines", answered), ("x", asked),
+          ("lines", expected))),
       Conversation("book", text="One\nparagraph [1]."), Conversation("book", text="{Two}")]
 
 
@@ -369,7 +371,7 @@ def test_features_lie_beside_their_tokens(folder, layout):
 
 def test_too_long_sequences_are_refused_or_cut(folder):
   data = read_shards(folder)
-  with pytest.raises(ValueError, match="2 of 5 sequences are longer than length=6, the longest has "
+  with pytest.raises(ValueError, match="2 of 5 sequences are longer than 6 tokens, the longest has "
                      "9 tokens: raise it, or cut them"):
     Batches(data, 2, 6, 0)
   batches = Batches(data, 1, 6, 0, layers=(5,), cut=True)
@@ -381,7 +383,7 @@ def test_too_long_sequences_are_refused_or_cut(folder):
 def test_what_has_no_token_to_learn_is_left_out():
   data = sequences_of([3, 8, 9], prompt=5)
   assert sorted(len(t) for t, _ in segments(Batches(data, 4, 16, 0).batch(0))) == [8, 9]
-  with pytest.raises(ValueError, match="none of 3 sequences has a token to learn within length=5"):
+  with pytest.raises(ValueError, match="none of 3 sequences has a token to learn within 5 tokens"):
     Batches(data, 4, 5, 0, cut=True)
 
 

@@ -174,9 +174,3 @@ def test_a_batch_without_hidden_states_is_refused():
 def test_bad_options_are_refused_in_one_sentence(make, said):
   with pytest.raises(ValueError, match=said.replace("(", r"\(")):
     make()
-
-
-def test_stage_2_of_mlp_speculator_goes_on_where_stage_1_ends():
-  first, second = mlp_speculator.STAGES[1], mlp_speculator.STAGES[2]
-  assert first.end_learning_rate == second.learning_rate == first.learning_rate / 10
-  assert second.end_learning_rate == first.learning_rate / 100

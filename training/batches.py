@@ -31,19 +31,20 @@ class Batches:
       share a row in every epoch. "padded": one sequence per row, in batches of similar lengths.
     layers: the target's hidden states that become Batch.feature, in this order; (): none.
     hidden: the one that becomes Batch.hidden; None: none.
-    cut: shorten sequences longer than `length`, which are refused otherwise.
+    limit: tokens of a sequence; 0: `length`.
+    cut: shorten sequences longer than the limit, which are refused otherwise.
     buckets: lengths of padded batches, beside `length`; (): a quarter and half of it.
   """
 
   def __init__(self, sequences: Sequences, rows: int, length: int, seed: int,
                layout: str = "packed", *, layers: Sequence[int] = (), hidden: int | None = None,
-               cut: bool = False, buckets: Sequence[int] = ()):
+               limit: int = 0, cut: bool = False, buckets: Sequence[int] = ()):
     _check_shape(rows, length, layout, buckets)
     self.sequences, self.rows, self.seed = sequences, rows, seed
     self.layers, self.hidden = tuple(layers), hidden
     self._columns = [_layer_columns(sequences, layer)
                      for layer in (*layers, *(() if hidden is None else (hidden,)))]
-    self.size = _usable_sizes(sequences, length, cut)  # tokens taken of each, 0: left out
+    self.size = _usable_sizes(sequences, limit or length, cut)  # tokens taken of each, 0: left out
     # By length of the batch: its rows, each a tuple of sequences.
     self._content = (_packed(self.size, length, seed) if layout == "packed" else
                      _padded(self.size, sorted({*(buckets or (length // 4, length // 2)), length})))
@@ -128,20 +129,20 @@ def _padded(size: np.ndarray, buckets: list[int]) -> dict[int, list[tuple[int, .
   return dict(sorted(content.items()))
 
 
-def _usable_sizes(sequences: Sequences, length: int, cut: bool) -> np.ndarray:
+def _usable_sizes(sequences: Sequences, limit: int, cut: bool) -> np.ndarray:
   """i64[N], how much to take of each sequence: nothing of one without a token to learn."""
   size = sequences.length
-  long = size > length
+  long = size > limit
   if long.any() and not cut:
-    raise ValueError(f"{long.sum()} of {len(size)} sequences are longer than {length=}, the "
+    raise ValueError(f"{long.sum()} of {len(size)} sequences are longer than {limit} tokens, the "
                      f"longest has {size.max()} tokens: raise it, or cut them")
-  size = np.minimum(size, length)
+  size = np.minimum(size, limit)
   for i in range(len(size)):
     # The first token of a sequence is predicted from nothing.
     if not sequences.loss[sequences.span(i)][1:size[i]].any():
       size[i] = 0
   if not size.any():
-    raise ValueError(f"none of {len(size)} sequences has a token to learn within {length=}")
+    raise ValueError(f"none of {len(size)} sequences has a token to learn within {limit} tokens")
   return size
 
 

@@ -127,7 +127,7 @@ def _conversation(place: str, row: Any, file_source: str) -> Conversation | None
   """None for an empty conversation, as ShareGPT has them."""
   if not isinstance(row, Mapping):
     raise ValueError(f"{place}: expected an object, got {row!r:.60}")
-  source = str(row.get("source", file_source))
+  source = str(row.get("source", row.get("category", file_source)))
   if "conversations" in row:
     messages = _messages(place, row["conversations"], "from", "value")
   elif "messages" in row:

@@ -26,22 +26,26 @@ def make_evaluate(method: Method, target: ModelConfig
   """evaluate(params, target params, batch [B, T]) -> counts by depth, to be summed over batches.
 
   rows i32[D]: places where the text goes on that far; top1, top5: where its token is the draft's
-  likeliest, or among TOP; chain: where that holds for every token down to this depth, as a greedy
-  chain needs.
+  likeliest, or among TOP; reach: places where a greedy chain drafts this deep and the text goes on
+  to judge it, which needs an emitted token as its root and all drafts before right; chain: where
+  this one is right, too.
   """
   def evaluate(params, target_params, batch):
     batch = with_features(batch, method, target_params, target)
-    counts: dict[str, list[jax.Array]] = {name: [] for name in ("rows", "top1", "top5", "chain")}
-    alive = jnp.ones(batch.token.shape, bool)
+    batch = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, batch)
+    names = ("rows", "top1", "top5", "reach", "chain")
+    counts: dict[str, list[jax.Array]] = {name: [] for name in names}
+    alive = terms.counted(batch, 1)
     for depth, logits in enumerate(method.logits(params, target_params, batch)):
       label, valid = terms.shifted(batch.token, depth + 2), terms.counted(batch, depth + 2)
       ids = jax.lax.top_k(logits, min(TOP, logits.shape[-1]))[1]
       if method.target_id is not None:
         ids = jnp.asarray(method.target_id)[ids]
       hit = ids == label[..., None]
-      alive &= hit[..., 0]
+      reach = alive & valid
+      alive = reach & hit[..., 0]
       for name, what in (("rows", valid), ("top1", valid & hit[..., 0]),
-                         ("top5", valid & hit.any(-1)), ("chain", valid & alive)):
+                         ("top5", valid & hit.any(-1)), ("reach", reach), ("chain", alive)):
         counts[name].append(what.sum())
     return {name: jnp.stack(x) for name, x in counts.items()}
 
@@ -49,21 +53,23 @@ def make_evaluate(method: Method, target: ModelConfig
 
 
 def summary(counts: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-  """Shares by depth of the summed counts, and the tokens per step that greedy chains would give."""
+  """Shares by depth of the summed counts, and the tokens per step that greedy chains would give.
+
+  The text decides what is right; where it was sampled, greedy decoding would agree more often.
+  """
   total: dict[str, np.ndarray] = {}
   for one in counts:
     for name, x in one.items():
       total[name] = total.get(name, 0) + np.asarray(x, np.int64)
   if not total or not total["rows"][0]:
     raise ValueError("nothing to evaluate: the validation batches have no token to predict")
-  rows = np.maximum(total["rows"], 1)
-  out, chain = {}, total["chain"] / rows
+  rows, reach = (np.maximum(total[name], 1) for name in ("rows", "reach"))
+  out, acceptance = {}, total["chain"] / reach
   for depth in range(len(rows)):
     out[f"top1_{depth + 1}"] = float(total["top1"][depth] / rows[depth])
     out[f"top5_{depth + 1}"] = float(total["top5"][depth] / rows[depth])
-    before = chain[depth - 1] if depth else 1.0  # acceptance given that all before were accepted
-    out[f"acceptance_{depth + 1}"] = float(chain[depth] / before) if before else 0.0
-    out[f"tokens_per_step_{depth + 1}"] = float(1 + chain[:depth + 1].sum())
+    out[f"acceptance_{depth + 1}"] = float(acceptance[depth])
+    out[f"tokens_per_step_{depth + 1}"] = float(1 + np.cumprod(acceptance[:depth + 1]).sum())
   return out
 
 

@@ -55,7 +55,7 @@ def export(folder: str | pathlib.Path, config: HeadConfig | ModelConfig, params:
   """
   folder = pathlib.Path(folder)
   style = _checked_style(method_of(config), style, dtype, tokenizer)
-  _check_place(folder, overwrite)
+  check_place(folder, overwrite)
   config = sayable(config)
   leaves = dict(_flat(params))
   target_id = _target_id(config, leaves)
@@ -216,16 +216,17 @@ def _held(array: np.ndarray) -> StoredTensor:
 
 def _check_same(style: str, config: HeadConfig | ModelConfig,
                 read: HeadConfig | ModelConfig) -> None:
-  wrong = list(_differences(config, read))
+  wrong = list(differences(config, read))
   if wrong:
     raise ValueError(f"style {style!r} cannot say {', '.join(wrong)}")
 
 
-def _differences(config: Any, read: Any, prefix: str = "") -> Iterator[str]:
+def differences(config: Any, read: Any, prefix: str = "") -> Iterator[str]:
+  """Where two configurations part, for messages."""
   for field in dataclasses.fields(config):
     name, value, other = prefix + field.name, getattr(config, field.name), getattr(read, field.name)
     if isinstance(value, ModelConfig):
-      yield from _differences(value, other, f"{name}.")
+      yield from differences(value, other, f"{name}.")
     elif value != other:
       yield f"{name}={value!r} (it would be read as {other!r})"
 
@@ -233,7 +234,8 @@ def _differences(config: Any, read: Any, prefix: str = "") -> Iterator[str]:
 # ------------------------------------------------------------ files
 
 
-def _check_place(folder: pathlib.Path, overwrite: bool) -> None:
+def check_place(folder: pathlib.Path, overwrite: bool) -> None:
+  """Refuses a folder that `export` would not write."""
   if folder.exists() and not folder.is_dir():
     raise ValueError(f"{folder} is a file: exports are folders")
   if not folder.exists() or not any(folder.iterdir()):

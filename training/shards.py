@@ -288,7 +288,8 @@ def fingerprint(config: ModelConfig, params: Any) -> str:
   digest.update(json.dumps(fields, sort_keys=True).encode())
   rows = np.linspace(0, config.vocab_size - 1, min(SAMPLED_ROWS, config.vocab_size)).astype(int)
   # A fine-tuned target may well have the embedding of the one it began as.
-  for sample in (params["embed"][rows], params["layers"][-1]["down"]["w"][:2]):
+  for sample in (params["embed"][rows], *(layer[name]["w"][:2] for layer in params["layers"]
+                                          for name in ("q", "v", "o", "up", "down"))):
     digest.update(np.asarray(sample).astype(ml_dtypes.bfloat16).tobytes())
   return digest.hexdigest()[:16]
 

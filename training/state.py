@@ -73,9 +73,9 @@ def make_update(method: Method, optimizer: optax.GradientTransformation, target:
 
     def add(total, micro):
       index, batch = micro
-      (_, metrics), grads = jax.value_and_grad(loss_fn, has_aux=True)(
+      (loss, metrics), grads = jax.value_and_grad(loss_fn, has_aux=True)(
           state.params, target_params, batch, state.step, jax.random.fold_in(key, index))
-      return jax.tree.map(jnp.add, total, grads), metrics
+      return jax.tree.map(jnp.add, total, grads), {"loss": loss} | metrics
 
     zeros = jax.tree.map(jnp.zeros_like, state.params)
     if count == 1:  # without a loop XLA has more to fuse
@@ -91,7 +91,7 @@ def make_update(method: Method, optimizer: optax.GradientTransformation, target:
       # With few steps behind it the average would still be the initial values.
       decay = jnp.minimum(ema_decay, (1 + state.step) / (10 + state.step))
       average = jax.tree.map(lambda a, p: decay * a + (1 - decay) * p, average, params)
-    metrics["grad_norm"] = optax.tree.norm(grads)
+    metrics |= {"grad_norm": optax.tree.norm(grads), "param_norm": optax.tree.norm(params)}
     return state.replace(step=state.step + 1, params=params, optimizer=opt_state,
                          average=average), metrics
 

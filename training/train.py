@@ -8,37 +8,43 @@ Run again with the same configuration, it goes on from its last checkpoint.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import hashlib
+import importlib.util
 import json
 import pathlib
+import signal
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec import heads, hub
+from jspec import hub
 from jspec.config import ModelConfig
-from jspec.weights import on_device
 from training import config as configuration
-from training import conversations, evaluate, metrics, shards, state
+from training import conversations, evaluate, metrics, shards, start, state
 from training.batches import Batches
 from training.checkpoints import About, Checkpoints
 from training.config import TrainConfig
-from training.export import export, without_copies
+from training.export import check_place, export, without_copies
 from training.export_formats import STYLES, format_of, sayable
 from training.methods import METHODS, make_method
 from training.optimizer import make_optimizer, make_schedule
 from training.shards import Sequences
-from training.types import Batch, Method, Params
+from training.types import Batch, Method, Metrics, Params
 
 ENGINE_PROMPTS, ENGINE_TOKENS = 16, 64  # of the final measurement in the engine
-FREE = ("log", "eval", "checkpoint", "output", "export_style")  # may differ when a run goes on
+BAD_INPUT, INTERRUPTED = 2, 130  # exit codes
+TEXT_PROMPT = 32  # tokens that a plain text's continuation is asked after
+# What may differ when a run goes on.
+FREE = ("log", "eval", "checkpoint", "output", "export_style", "devices")
 
 
 def train(config: TrainConfig, loaded: hub.LoadedModel | None = None) -> dict[str, Any]:
@@ -62,10 +68,10 @@ class _Run:
     fingerprint = shards.fingerprint(loaded.config, loaded.params)
     training, self.validation = _sequences(config, loaded, fingerprint).split(
         config.data.validation, config.seed)
-    start = _start_from(config, loaded)
-    target_id = _vocabulary(config, training, loaded.config.vocab_size, start)
+    begin = start.start_from(config, loaded)
+    target_id = start.vocabulary(config, training, loaded.config.vocab_size, begin)
     self.method = make_method(config.method, options, loaded.config, target_id)
-    _check_style(config, self.method, loaded)
+    self._check_end()
     self.batches = _batches(config, self.method, loaded, training)
     self.held_out = _batches(config, self.method, loaded, self.validation) if len(
         self.validation) else None
@@ -74,10 +80,14 @@ class _Run:
     optimizer = make_optimizer(config.optimizer, self.num_steps)
     self.schedule = make_schedule(config.optimizer, self.num_steps)
     self.about = About(configuration.to_dict(config), loaded.name, fingerprint, {
-        "batches_per_step": accumulate, "sequences": len(training),
-        "draft_vocabulary": _digest(target_id)})
-    self._place(optimizer, None if start is None else _like(
-        self.method.init(jax.random.key(config.seed), loaded.params), start[1], config.init_from))
+        "batches_per_step": accumulate, "text": _digest(training.token, training.loss),
+        "draft_vocabulary": "" if target_id is None else _digest(target_id)})
+    params = None
+    if begin is not None:
+      start.check_same_head(config, self.method, begin[0])
+      params = start.like(self.method.init(jax.random.key(config.seed), loaded.params), begin[1],
+                          config.init_from)
+    self._place(optimizer, params)
     self.checkpoints = Checkpoints(config.checkpoint_folder, config.checkpoint.keep,
                                    config.checkpoint.every)
     resumed = self._resume()
@@ -119,10 +129,35 @@ class _Run:
                        f"says {about.position}, now there is {self.about.position}")
     return int(self.state.step)
 
+  def _check_end(self) -> None:
+    """Refuses before training what could not be exported, drawn or measured after it."""
+    config, method, loaded = self.config, self.method, self.loaded
+    kind = METHODS[config.method].speculative_method
+    style = config.export_style or STYLES[kind][0]
+    if style not in STYLES[kind]:
+      raise ValueError(f"export_style={style!r} is not one of {', '.join(STYLES[kind])}, the "
+                       f"styles of method {kind!r}")
+    format_of(sayable(method.config), loaded.config, loaded.name, style, "bfloat16",
+              method.target_id)
+    check_place(self.output / "head", overwrite=True)
+    if method.tuned is not None:
+      format_of(sayable(loaded.config), loaded.config, loaded.name, STYLES["draft_model"][0],
+                config.dtype, None)
+      check_place(self.output / "target", overwrite=True)
+    if config.log.plot and importlib.util.find_spec("matplotlib") is None:
+      raise ValueError("log.plot needs matplotlib: pip install 'jspec[bench]'")
+    if not len(self.validation):
+      print(f"no prompt is held out of the few there are (data.validation="
+            f"{config.data.validation}): nothing will be evaluated", flush=True)
+
   # -------------------------------------------------------------- the loop
 
   def loop(self) -> None:
-    """Until the last step; an interruption saves the state and is raised again."""
+    """Until the last step; SIGINT or SIGTERM save the state after the step they come in."""
+    with _signals() as came:
+      self._loop(came)
+
+  def _loop(self, came: list[int]) -> None:
     config, step = self.config, int(self.state.step)
     stream = _stacked(self.batches.stream(step * config.optimizer.accumulate),
                       config.optimizer.accumulate)
@@ -134,20 +169,22 @@ class _Run:
         self.state, found = self.update(self.state, self.target_params, self.put(batch))
         step += 1
         if step % config.log.every == 0 or step == self.num_steps:
-          found = {name: float(x) for name, x in found.items()}
+          _check_finite(found, step, self.checkpoints.latest())
           rate = tokens / (time.perf_counter() - began)
-          _check_finite(found, step)
           self.log.write(step, found | {"learning_rate": float(self.schedule(step - 1)),
                                         "tokens_per_second": rate})
           began, tokens = time.perf_counter(), 0
         if config.eval.every and step % config.eval.every == 0 and step < self.num_steps:
           self.log.write(step, self.evaluate(), kind="eval")
           began, tokens = time.perf_counter(), 0
-        self.checkpoints.save(step, self.state, self.about)
+        stop = bool(came)
+        if stop or step == self.num_steps or step % config.checkpoint.every == 0:
+          _check_finite(found, step, self.checkpoints.latest())
+          self.checkpoints.save(step, self.state, self.about, force=True)
+        if stop:
+          raise KeyboardInterrupt
     finally:
       stream.close()
-      if step:
-        self.checkpoints.save(step, self.state, self.about, force=True)
       self.checkpoints.wait()
 
   def evaluate(self) -> dict[str, float]:
@@ -175,19 +212,23 @@ class _Run:
       export(folder, head, params, loaded.config, name, config.export_style or None,
              "int8" if config.export_style == "compact" else "bfloat16", overwrite=True)
     result: dict[str, Any] = {"steps": self.num_steps, "validation": found}
-    prompts = _prompts(self.validation, ENGINE_PROMPTS)
+    self._write(result)
+    prompts = _prompts(self.validation, loaded.config.max_positions - ENGINE_TOKENS)
     if prompts:
-      depth = getattr(method.config, "num_heads", getattr(method.config, "n_predict", 3))
       kind = METHODS[config.method].speculative_method
-      measured = evaluate.in_engine(loaded, str(folder), kind, prompts, depth, ENGINE_TOKENS)
+      measured = evaluate.in_engine(loaded, str(folder), kind, prompts, method.depth,
+                                    ENGINE_TOKENS)
       print(f"in the engine, {measured.describe()}", flush=True)
       result["engine"] = dataclasses.asdict(measured)
-    (self.output / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+      self._write(result)
     if config.log.plot:
       metrics.plot(self.output / "metrics.jsonl", self.output / "curves.png")
     self.log.close()
     self.checkpoints.close()
     return result
+
+  def _write(self, result: dict[str, Any]) -> None:
+    (self.output / "result.json").write_text(json.dumps(result, indent=2) + "\n")
 
   def _trained_target(self) -> hub.LoadedModel:
     """The target; where the method trains it too, as it came out, exported to its own folder."""
@@ -222,61 +263,8 @@ def _batches(config: TrainConfig, method: Method, loaded: hub.LoadedModel,
   data, stored = config.data, config.data.features == "stored"
   return Batches(sequences, data.rows, data.row_length or data.max_length, config.seed, data.layout,
                  layers=method.feature_layers if stored else (),
-                 hidden=loaded.config.num_layers if stored else None, cut=data.cut)
-
-
-def _start_from(config: TrainConfig, loaded: hub.LoadedModel) -> tuple[Any, Params] | None:
-  """Configuration and parameters of the head to start from."""
-  if not config.init_from:
-    return None
-  if config.method == "draft_model":
-    draft = hub.load_model(config.init_from, dtype="float32")
-    return draft.config, draft.params
-  return heads.load_head(config.init_from, loaded.config, dtype="float32", progress=False,
-                         put=on_device, method=METHODS[config.method].speculative_method)
-
-
-def _vocabulary(config: TrainConfig, training: Sequences, vocab_size: int,
-                start: tuple[Any, Params] | None) -> np.ndarray | None:
-  """The draft vocabulary: that of the head to start from, or the most frequent tokens."""
-  if not config.draft_vocab_size:
-    return None
-  if start is None:
-    return shards.draft_vocabulary(training, config.draft_vocab_size, vocab_size)
-  ids = np.asarray(start[1].get("target_id", np.arange(vocab_size)))
-  if len(ids) != config.draft_vocab_size:
-    raise ValueError(f"init_from={config.init_from!r} drafts from {len(ids)} tokens, but "
-                     f"draft_vocab_size={config.draft_vocab_size}")
-  return ids
-
-
-def _like(template: Params, given: Params, name: str) -> Params:
-  """What `template` has, from a tree that may have more."""
-  def take(path, x):
-    found = given
-    for entry in path:
-      key = getattr(entry, "key", getattr(entry, "idx", None))
-      if isinstance(found, dict) and key not in found:
-        raise ValueError(f"init_from={name!r} has no {jax.tree_util.keystr(path)}, which these "
-                         "options train")
-      found = found[key]
-    if found.shape != x.shape:
-      raise ValueError(f"init_from={name!r}: {jax.tree_util.keystr(path)} is {found.shape}, these "
-                       f"options need {x.shape}")
-    return found
-
-  return jax.tree_util.tree_map_with_path(take, template)
-
-
-def _check_style(config: TrainConfig, method: Method, loaded: hub.LoadedModel) -> None:
-  """Refuses before training what could not be exported after it."""
-  kind = METHODS[config.method].speculative_method
-  style = config.export_style or STYLES[kind][0]
-  if style not in STYLES[kind]:
-    raise ValueError(f"export_style={style!r} is not one of {', '.join(STYLES[kind])}, the styles "
-                     f"of method {kind!r}")
-  format_of(sayable(method.config), loaded.config, loaded.name, style, "bfloat16",
-            method.target_id)
+                 hidden=loaded.config.num_layers if stored else None, limit=data.max_length,
+                 cut=data.cut)
 
 
 def _shared(method: Method, params: Params, loaded: hub.LoadedModel, style: str):
@@ -299,28 +287,47 @@ def _stacked(stream: Generator[Batch, None, None], count: int) -> Generator[Batc
     stream.close()  # its thread ends with it
 
 
-def _prompts(sequences: Sequences, count: int) -> list[list[int]]:
-  """The first prompts: what precedes the first token to learn."""
+def _prompts(sequences: Sequences, room: int) -> list[list[int]]:
+  """The first prompts that fit: what precedes the first token to learn, of plain text its begin."""
   out = []
-  for i in range(min(count, len(sequences))):
+  for i in range(len(sequences)):
     own = sequences.span(i)
-    size = int(sequences.loss[own].argmax())
-    if size:
+    size = int(sequences.loss[own].argmax()) or min(TEXT_PROMPT, own.stop - own.start)
+    if size <= room:
       out.append(sequences.token[own][:size].tolist())
-  return out
+  return out[:ENGINE_PROMPTS]
 
 
-def _digest(target_id: np.ndarray | None) -> str:
-  if target_id is None:
-    return ""
-  return hashlib.sha256(np.asarray(target_id, "<i4").tobytes()).hexdigest()[:16]
+def _digest(*arrays: np.ndarray) -> str:
+  digest = hashlib.sha256()
+  for array in arrays:
+    digest.update(np.ascontiguousarray(array).tobytes())
+  return digest.hexdigest()[:16]
 
 
-def _check_finite(found: dict[str, float], step: int) -> None:
+def _check_finite(found: Metrics, step: int, latest: int | None) -> None:
+  """Before anything is saved."""
   bad = [name for name, x in found.items() if not np.isfinite(x)]
   if bad:
-    raise FloatingPointError(f"step {step}: {', '.join(bad)} is not finite: lower the learning "
-                             "rate, or clip gradients")
+    kept = "there is no checkpoint" if latest is None else f"the last checkpoint is step {latest}"
+    raise FloatingPointError(f"step {step}: {', '.join(bad)} is not finite ({kept}): begin anew in "
+                             "another output folder, with a lower learning rate or clip_norm")
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[list[int]]:
+  """The SIGINTs and SIGTERMs that came: an update must not be torn from the state it donates."""
+  came: list[int] = []
+  if threading.current_thread() is not threading.main_thread():  # only it may have handlers
+    yield came
+    return
+  before = {number: signal.signal(number, lambda number, frame: came.append(number))
+            for number in (signal.SIGINT, signal.SIGTERM)}
+  try:
+    yield came
+  finally:
+    for number, handler in before.items():
+      signal.signal(number, handler)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -333,8 +340,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
   try:
     train(configuration.load(given.config, given.overrides))
   except (ValueError, FloatingPointError) as error:
-    print(f"error: {error}", file=sys.stderr)
-    return 2
+    print(f"training.train: {error}", file=sys.stderr)
+    return BAD_INPUT
+  except KeyboardInterrupt:
+    print("training.train: interrupted; the same command goes on from here", file=sys.stderr)
+    return INTERRUPTED
   return 0
 
 

@@ -45,6 +45,7 @@ class Method(NamedTuple):
   logits: Callable[[Params, Params, Batch], tuple[jax.Array, ...]]
   # (params, target params) -> the tree of head_config.py, or of model.py
   export: Callable[[Params, Params], Params]
+  depth: int  # D, the drafts that `logits` tells of
   feature_layers: tuple[int, ...] = ()  # target hidden states that fill Batch.feature
   target_id: Any = None  # i32[Vd], the target's token of each draft token; None: its own ids
   # (params, target params) -> the target as it came out, where the method trains it too

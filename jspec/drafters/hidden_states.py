@@ -41,7 +41,8 @@ def hidden_states(layers: tuple[int, ...], width: int, page_size: int) -> Drafte
   take = jax.jit(lambda state, table: jnp.take(state.bits, table, axis=0, mode="clip"))
 
   def collect(state, page_table: np.ndarray, count: int) -> np.ndarray:
-    bits = np.asarray(take(state, page_table)).reshape(-1, width)[:count]
+    bits = np.asarray(take(state, page_table)).reshape(-1, width)
+    bits = bits[:count].copy()  # the rest of the pages is not kept alive
     return bits.view(jnp.bfloat16)
 
   return Drafter(init, lambda params, state, root, slots: (root_only(root, 1), state), observe,

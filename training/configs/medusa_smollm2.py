@@ -13,7 +13,8 @@ config = TrainConfig(
   target="smollm2-135m-instruct",
   method="medusa",
   output="runs/smollm2/medusa",
-  options={"num_heads": 3, "shares_head": True},
+  options={"num_heads": 3},
+  draft_vocab_size=8192,
   data=DataConfig(shards=("runs/smollm2/data",), validation=0.03, max_length=320, rows=2,
                   row_length=512, features="stored"),
   epochs=1.0,
@@ -21,4 +22,5 @@ config = TrainConfig(
   eval=EvalConfig(every=200, batches=12),
   checkpoint=CheckpointConfig(every=200, keep=2),
   log=LogConfig(every=20, plot=True),
+  export_style="vllm",
 )

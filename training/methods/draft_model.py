@@ -71,7 +71,8 @@ def make(options: DraftModelOptions, target: ModelConfig) -> Method:
     # Given the text before it, a draft is as good at every depth.
     return tuple(terms.shifted(out, 1 + d) for d in range(options.num_draft))
 
-  return Method("draft_model", config, init, loss, logits, lambda params, target_params: params)
+  return Method("draft_model", config, init, loss, logits, lambda params, target_params: params,
+                options.num_draft)
 
 
 def distance(kind: str, teacher: jax.Array, student: jax.Array) -> jax.Array:

@@ -64,7 +64,8 @@ def make(options: Eagle1Options, target: ModelConfig) -> Method:
     return tuple(transformer.logits(target_params, target, x) for x in unroll(
         params, target_params, batch, feature, config, target, options.num_draft))
 
-  return Method("eagle", config, init, loss, logits, lambda params, target_params: params)
+  return Method("eagle", config, init, loss, logits, lambda params, target_params: params,
+                options.num_draft)
 
 
 def draft_layer(target: ModelConfig, num_layers: int) -> ModelConfig:

@@ -53,6 +53,10 @@ def make(options: Eagle3Options, target: ModelConfig, target_id: np.ndarray | No
     raise ValueError(f"eagle3 options: init_layer={options.init_layer} must lie in "
                      f"0..{target.num_layers - 1}, the target's layers")
   config = head_config(options, target, 0 if target_id is None else len(target_id))
+  taps = config.taps(target.num_layers)
+  if not all(0 <= tap <= target.num_layers for tap in taps):
+    raise ValueError(f"eagle3 options: feature_layers={list(taps)} must lie in "
+                     f"0..{target.num_layers}, the target's hidden states")
 
   def head_of(params, target_params):
     return params["head"] if options.train_head else {
@@ -68,6 +72,8 @@ def make(options: Eagle3Options, target: ModelConfig, target_id: np.ndarray | No
     frozen = {"w": terms.lm_head(target_params, target_id).astype(terms.hidden_of(batch).dtype)}
     teacher = jax.lax.stop_gradient(
         transformer.dense(terms.hidden_of(batch), frozen).astype(jnp.float32))
+    if target.final_soft_cap is not None:
+      teacher = target.final_soft_cap * jnp.tanh(teacher / target.final_soft_cap)
     total, metrics = jnp.float32(0), {"terms": terms.number(terms.counted(batch, 2))}
     for j, y in enumerate(run(params, target_params, batch)):
       label, counts = terms.shifted(batch.token, j + 2), terms.counted(batch, j + 2)
@@ -89,7 +95,7 @@ def make(options: Eagle3Options, target: ModelConfig, target_id: np.ndarray | No
 
   return Method("eagle3", config, lambda key, target_params: init(
       key, options, config, target_params, target_id), loss, logits, export,
-      config.taps(target.num_layers), target_id)
+      options.steps, taps, target_id)
 
 
 def head_config(options: Eagle3Options, target: ModelConfig, draft_vocab_size: int) -> EagleConfig:

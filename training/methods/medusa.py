@@ -46,7 +46,7 @@ def make(options: MedusaOptions, target: ModelConfig,
   return Method("medusa", config, lambda key, target_params: init(config, target_params, target_id),
                 loss, logits,
                 lambda params, target_params: terms.with_target_ids(params, target_id),
-                target_id=target_id)
+                options.num_heads, target_id=target_id)
 
 
 def head_config(options: MedusaOptions, target: ModelConfig,

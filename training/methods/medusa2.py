@@ -91,7 +91,7 @@ def make(options: Medusa2Options, target: ModelConfig,
     return terms.with_target_ids({"heads": params["heads"]}, target_id)
 
   return Method("medusa2", config, init, loss, lambda *args: forward(*args)[2], export,
-                target_id=target_id,
+                options.num_heads, target_id=target_id,
                 tuned=lambda params, target_params: export_target(options, params, target_params))
 
 

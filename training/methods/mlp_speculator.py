@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,23 +16,6 @@ from training.transformer import dense
 from training.types import Batch, Method, Params
 
 EPS = 1e-6  # of its norms
-
-
-class Recipe(NamedTuple):
-  """The paper's optimiser: AdamW, warm-up, then a cosine to end_learning_rate."""
-
-  learning_rate: float
-  end_learning_rate: float
-  steps: int
-  warmup_fraction: float  # of steps; at most warmup_steps
-  warmup_steps: int
-  betas: tuple[float, float] = (0.9, 0.95)
-  weight_decay: float = 0.1
-  clip_norm: float = 1.0
-
-
-# Stage 1 learns from pretraining text, stage 2 from the target's own answers, with the same loss.
-STAGES = {1: Recipe(1e-3, 1e-4, 15_000, 0.05, 2000), 2: Recipe(1e-4, 1e-5, 6_000, 0.0, 0)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +59,8 @@ def make(options: MlpSpeculatorOptions, target: ModelConfig) -> Method:
     return total, metrics
 
   return Method("mlp_speculator", config, init, loss, logits,
-                lambda params, target_params: {"stages": stages_of(params, config)})
+                lambda params, target_params: {"stages": stages_of(params, config)},
+                options.n_predict)
 
 
 def stages_of(params: Params, config: MlpSpeculatorConfig) -> list[Params]:
