@@ -39,7 +39,6 @@ ALLOWED = {  # module: the jspec modules it may import
   "sampling_params": CORE,
   "spec_config": CORE,
   "spec_keys": set(),
-  "shipped": set(),
   "spec_parse": CORE | {"spec_config", "spec_keys", "medusa_choices"},
   "outputs": CORE,
 }
@@ -54,7 +53,7 @@ THIRD_PARTY = {  # module: what it may import from outside jspec and the standar
   "sampling": {"jax", "flax"}, "verify": {"jax"}, "cache": {"jax"}, "model": {"jax", "numpy"},
   "step": {"jax"}, "control": {"jax"}, "plan": {"jax", "numpy"}, "step_output": {"jax"},
   "pages": {"numpy"}, "scheduler": {"numpy"}, "outputs": {"numpy"}, "request": {"numpy"},
-  "shipped": set(), "sampling_params": set(),
+  "sampling_params": set(),
   "spec_config": set(), "spec_parse": {"numpy"}, "head_config": set(), "suffix_store": {"numpy"},
   "medusa_choices": {"numpy"}, "judge": {"jax"}, "verify_lossy": {"jax"},
   "drafting": {"jax", "flax"},

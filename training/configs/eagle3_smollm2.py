@@ -1,9 +1,10 @@
-"""The EAGLE-3 head that jspec ships for SmolLM2-135M-Instruct: first one step deep, then deeper.
-
-Its card in jspec/shipped_heads has the commands, with what they override here.
+"""An EAGLE-3 head for SmolLM2-135M-Instruct: first one step of training-time test, then two.
 
 Its data is made first, see the README's section on training:
   python -m training.generate --prompts PROMPTS --output runs/smollm2/data --features 2 15 27 30
+The second stage starts from the first one's head:
+  python -m training.train --config training/configs/eagle3_smollm2.py output=runs/smollm2/eagle3b \
+    init_from=runs/smollm2/eagle3/head options.steps=2 epochs=1.0 optimizer.learning_rate=5e-4
 """
 
 from training.config import (
