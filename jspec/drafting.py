@@ -22,10 +22,16 @@ def init_text(num_pages: int, page_size: int) -> TextPages:
 
 def append_text(text: TextPages, slots: Slots, committed: Committed) -> TextPages:
   """With the committed tokens at their places."""
+  at = committed_places(slots, committed, text.token.shape[1])
+  return TextPages(text.token.at[at].set(committed.token, mode="drop"))
+
+
+def committed_places(slots: Slots, committed: Committed,
+                     page_size: int) -> tuple[jax.Array, jax.Array]:
+  """(page, offset) i32[B, T] of each committed token; nowhere for those that are not real."""
   step = jnp.arange(committed.token.shape[1])
-  page, offset = cache.locate(slots.page_table, slots.length[:, None] + step, text.token.shape[1])
-  page = jnp.where(step < committed.count[:, None], page, cache.NOWHERE)
-  return TextPages(text.token.at[page, offset].set(committed.token, mode="drop"))
+  page, offset = cache.locate(slots.page_table, slots.length[:, None] + step, page_size)
+  return jnp.where(step < committed.count[:, None], page, cache.NOWHERE), offset
 
 
 def text_of(text: TextPages, slots: Slots, root: jax.Array, max_len: int) -> jax.Array:

@@ -159,6 +159,13 @@ def logits(params: Params, config: ModelConfig, hidden: jax.Array, bitwise=False
     return out
 
 
+def lm_head(params: Params, token: Any = None) -> jax.Array:
+  """[E, V], the head or the tied embedding; of some tokens i32[n] only, [E, n]."""
+  if "head" in params:
+    return params["head"]["w"] if token is None else params["head"]["w"][:, token]
+  return (params["embed"] if token is None else params["embed"][token]).T
+
+
 def dense(x: jax.Array, p: Params, bitwise: bool) -> jax.Array:
   """x [R, in] @ w [in, out] (+ b)."""
   y = _rows_product(x, p["w"], 0, bitwise)

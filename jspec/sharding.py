@@ -115,14 +115,19 @@ def place_params(params: Any, place: Place) -> Any:
 
 
 def param_shardings(mesh: Mesh, params: Any, tp: int) -> Any:
-  """Shardings of a parameter tree (of arrays or their shapes)."""
+  """Shardings of a parameter tree (of arrays or their shapes), or of a tree with such in it."""
   return jax.tree_util.tree_map_with_path(
       lambda path, x: NamedSharding(
           mesh, param_spec([_key(entry) for entry in path], x.shape, tp)), params)
 
 
 def _key(entry: Any) -> Any:
-  return entry.key if isinstance(entry, jax.tree_util.DictKey) else entry.idx
+  match entry:
+    case jax.tree_util.DictKey(key=name) | jax.tree_util.SequenceKey(idx=name):
+      return name
+    case jax.tree_util.GetAttrKey(name=name):
+      return name
+  raise TypeError(f"no parameter tree has {entry!r}")
 
 
 def state_shardings(mesh: Mesh, state: SpecState, draft_tp: int) -> SpecState:

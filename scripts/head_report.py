@@ -9,6 +9,7 @@ no text loops (see jspec/bench/runner.py): a loop is drafted too easily.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import pathlib
 
@@ -24,16 +25,14 @@ CHAT = ("mt_bench", "qa", "math_reasoning", "translation")  # tasks with little 
 
 def settings(args):
   """(name, speculative_config) of each engine."""
-  for head in args.head:
-    for tokens in args.tokens:
-      for lookup in args.lookup:
-        for stop in args.confidence:
-          kind, _, path = head.rpartition("=")
-          method = "+".join(filter(None, (lookup.replace("none", ""), kind or "eagle3")))
-          name = f"{method} K={tokens}" + (f" stop<{stop:g}" if stop else "")
-          yield name if len(args.head) == 1 else f"{pathlib.Path(path).parent.name}: {name}", {
-              "method": method, "model": path, "num_speculative_tokens": tokens,
-              "draft_confidence_threshold": stop, "adaptive_draft_length": not args.whole}
+  for head, tokens, lookup, stop in itertools.product(
+      args.head, args.tokens, args.lookup, args.confidence):
+    kind, _, path = head.rpartition("=")
+    method = "+".join(filter(None, (lookup.replace("none", ""), kind or "eagle3")))
+    name = f"{method} K={tokens}" + (f" stop<{stop:g}" if stop else "")
+    yield name if len(args.head) == 1 else f"{pathlib.Path(path).parent.name}: {name}", {
+        "method": method, "model": path, "num_speculative_tokens": tokens,
+        "draft_confidence_threshold": stop, "adaptive_draft_length": not args.whole}
 
 
 def chosen(args, llm) -> tuple[list[str], list[list[int]]]:

@@ -70,11 +70,10 @@ def generation(args, loaded):
   for size in args.batch_sizes:
     llm = LLM(loaded, max_num_seqs=size, max_model_len=256, speculative_config={
         "method": "extract_hidden_states", "hidden_state_layers": layers})
-    greedy = SamplingParams(temperature=0.0, max_tokens=args.max_tokens, ignore_eos=True)
     for limit in (2, args.max_tokens):  # the first compiles
       began = time.perf_counter()
       outputs = llm.generate([prompt] * size, SamplingParams(
-          temperature=0.0, max_tokens=limit, ignore_eos=True) if limit == 2 else greedy)
+          temperature=0.0, max_tokens=limit, ignore_eos=True))
     seconds = time.perf_counter() - began
     print(f"generate with hidden states, {size} requests: "
           f"{sum(len(out.token_ids) for out in outputs) / seconds:.0f} tokens/s, prefill of "

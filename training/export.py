@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 import safetensors.numpy
 
+from jspec import model
 from jspec.config import ModelConfig
 from jspec.head_config import EagleConfig, HeadConfig, MedusaConfig
 from jspec.head_files import SCALE_ENDING, HeadFiles, join_scales
@@ -77,7 +78,7 @@ def without_copies(config: HeadConfig, params: Any, target: ModelConfig,
   """
   if target.final_soft_cap is not None or target.learned_positions or target.embed_scale != 1.0:
     return config, params
-  head = target_params["head"]["w"] if "head" in target_params else target_params["embed"].T
+  head = model.lm_head(target_params)
   if isinstance(config, MedusaConfig) and not config.shares_head and not config.draft_vocab_size:
     if all(_same(one["head"]["w"], head) for one in params["heads"]):
       return (dataclasses.replace(config, shares_head=True),

@@ -32,7 +32,7 @@ def start_from(config: TrainConfig, loaded: hub.LoadedModel) -> tuple[Any, Param
 
 
 def vocabulary(config: TrainConfig, training: Sequences, vocab_size: int,
-                start: tuple[Any, Params] | None) -> np.ndarray | None:
+               start: tuple[Any, Params] | None) -> np.ndarray | None:
   """The draft vocabulary: that of the head to start from, or the most frequent tokens."""
   if not config.draft_vocab_size:
     return None

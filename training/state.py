@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jspec.config import ModelConfig
-from jspec.sharding import param_spec
+from jspec.sharding import param_shardings
 from training import transformer
 from training.types import Batch, Method, Metrics, Params
 
@@ -126,10 +126,7 @@ def shardings(mesh: Mesh, tree: Any) -> Any:
 
   The optimiser's moments have their parameters' names, so they lie where these do.
   """
-  name = lambda entry: getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", None)))
-  return jax.tree_util.tree_map_with_path(
-      lambda path, x: NamedSharding(mesh, param_spec(
-          [name(entry) for entry in path], x.shape, mesh.shape["tp"])), tree)
+  return param_shardings(mesh, tree, mesh.shape["tp"])
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

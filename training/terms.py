@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jspec import model
 from training.types import Batch, Metrics, Params
 
 
@@ -74,8 +75,7 @@ def number(counts: jax.Array) -> jax.Array:
 
 def lm_head(target_params: Params, target_id: np.ndarray | None = None) -> jax.Array:
   """f32[E, Vd], a copy of the target's, for a head to start from."""
-  w = target_params["head"]["w"] if "head" in target_params else target_params["embed"].T
-  return jnp.array(w if target_id is None else w[:, target_id], jnp.float32)
+  return jnp.array(model.lm_head(target_params, target_id), jnp.float32)
 
 
 def hidden_of(batch: Batch) -> jax.Array:

@@ -102,13 +102,12 @@ class _Run:
         config.seed, self.method, optimizer, target_params, config.ema, params)
     update = state.make_update(self.method, optimizer, self.loaded.config,
                                dtype=jnp.dtype(config.dtype), ema_decay=config.ema)
-    judge = evaluate.make_evaluate(self.method, self.loaded.config)
+    self.judge = jax.jit(evaluate.make_evaluate(self.method, self.loaded.config))
     self.target_params = self.loaded.params
     self.put: Callable[[Batch], Batch] = jax.device_put
     if devices.data_parallel * devices.tensor_parallel == 1:
       self.state = make(self.target_params)
       self.update = jax.jit(update, donate_argnums=0)
-      self.judge = jax.jit(judge)
       return
     mesh = state.make_mesh(devices.data_parallel, devices.tensor_parallel)
     self.target_params = jax.device_put(self.target_params,
@@ -117,7 +116,6 @@ class _Run:
     self.state = jax.device_put(make(self.loaded.params), where)
     self.put = lambda batch: jax.device_put(batch, state.batch_sharding(mesh))
     self.update = jax.jit(update, donate_argnums=0, out_shardings=(where, None))
-    self.judge = jax.jit(judge)
 
   def _resume(self) -> int | None:
     """The step to go on from, if there is a checkpoint."""
@@ -147,7 +145,7 @@ class _Run:
     if config.log.plot and importlib.util.find_spec("matplotlib") is None:
       raise ValueError("log.plot needs matplotlib: pip install 'jspec[bench]'")
     if not len(self.validation):
-      print(f"no prompt is held out of the few there are (data.validation="
+      print("no prompt is held out of the few there are (data.validation="
             f"{config.data.validation}): nothing will be evaluated", flush=True)
 
   # -------------------------------------------------------------- the loop
@@ -192,9 +190,8 @@ class _Run:
     if self.held_out is None:
       return {}
     count = min(self.config.eval.batches, self.held_out.epoch_steps)
-    found = evaluate.summary(jax.device_get(self.judge(
+    return evaluate.summary(jax.device_get(self.judge(
         self.state.best, self.target_params, self.held_out.batch(i))) for i in range(count))
-    return found
 
   def finish(self) -> dict[str, Any]:
     """Evaluates, exports, measures in the engine, writes result.json."""
@@ -238,7 +235,6 @@ class _Run:
     self._export_model(self.output / "target", self.loaded.config, jax.device_get(params))
     put = lambda x, like: jnp.asarray(x, like.dtype)
     return self.loaded._replace(params=jax.tree.map(put, params, self.loaded.params))
-
 
   def _export_model(self, folder: pathlib.Path, config: ModelConfig, params: Params) -> None:
     """A whole model, with the target's tokenizer."""

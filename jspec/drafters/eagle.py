@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec import cache, drafting, medusa_choices, sampling, tree
+from jspec import cache, drafting, medusa_choices, model, sampling, tree
 from jspec.attention import Attend
 from jspec.config import ModelConfig
 from jspec.control import run_if
@@ -203,10 +203,7 @@ def with_lm_head(config: EagleConfig, head, target_params):
   """The head with a copy of the target's lm_head rows, where it drafts from these."""
   if config.has_head or not config.draft_vocab_size:
     return config, head
-  ids = head["target_id"]
-  w = (target_params["head"]["w"][:, ids] if "head" in target_params
-       else target_params["embed"][ids].T)
-  w = jax.device_put(w, head["fc"]["w"].sharding)
+  w = jax.device_put(model.lm_head(target_params, head["target_id"]), head["fc"]["w"].sharding)
   return dataclasses.replace(config, has_head=True), head | {"head": {"w": w}}
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec import cache
+from jspec import drafting
 from jspec.drafters.base import Drafter, DrafterSetup, root_only
 from jspec.types import Committed, Slots
 
@@ -32,11 +32,9 @@ def hidden_states(layers: tuple[int, ...], width: int, page_size: int) -> Drafte
 
   def observe(params, state, slots: Slots, committed: Committed):
     del params  # unused
-    step = jnp.arange(committed.token.shape[1])
-    page, offset = cache.locate(slots.page_table, slots.length[:, None] + step, page_size)
-    page = jnp.where(step < committed.count[:, None], page, cache.NOWHERE)
+    at = drafting.committed_places(slots, committed, page_size)
     bits = jax.lax.bitcast_convert_type(committed.feature.astype(jnp.bfloat16), jnp.uint16)
-    return FeaturePages(state.bits.at[page, offset].set(bits, mode="drop"))
+    return FeaturePages(state.bits.at[at].set(bits, mode="drop"))
 
   take = jax.jit(lambda state, table: jnp.take(state.bits, table, axis=0, mode="clip"))
 

@@ -11,11 +11,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jspec import model
 from jspec.config import ModelConfig
 from jspec.head_config import EagleConfig
 from jspec.head_init import init_head
 from training import terms, transformer
+from training.methods.eagle_layers import draft_layer, draft_layers, no_keys
 from training.types import Batch, Method, Params
 
 
@@ -68,16 +68,6 @@ def make(options: Eagle1Options, target: ModelConfig) -> Method:
                 options.num_draft)
 
 
-def draft_layer(target: ModelConfig, num_layers: int) -> ModelConfig:
-  """Llama layers of the target's sizes: what EAGLE's checkpoints can hold, whatever the target."""
-  return dataclasses.replace(
-      target, family="llama", num_layers=num_layers, norm="rms", activation="silu", gated_mlp=True,
-      qkv_bias=False, out_bias=False, mlp_bias=False, qk_norm=False, post_norms=False,
-      embed_scale=1.0, learned_positions=False, rope_theta_local=None, attn_scale=None,
-      attn_soft_cap=None, final_soft_cap=None, window=None, sliding_layers=(),
-      tie_embeddings=False, vocab_parts=1)
-
-
 def unroll(params: Params, target_params: Params, batch: Batch, feature: jax.Array,
            config: EagleConfig, target: ModelConfig, num_steps: int) -> list[jax.Array]:
   """Predicted features [B, T, E] of each step: the j-th of row t is of token t + 1 + j.
@@ -86,21 +76,12 @@ def unroll(params: Params, target_params: Params, batch: Batch, feature: jax.Arr
   it sees the text's entries up to the row's, and the row's own of the steps before.
   """
   layer, out = config.layer, []
-  # By layer and step, (k, v).
-  keys: list[list[tuple[jax.Array, jax.Array]]] = [[] for _ in params["layers"]]
+  keys = no_keys(params["layers"])
   for j in range(num_steps):
     position = batch.position + 1 + j
     x = transformer.embed(target_params, target, terms.shifted(batch.token, 1 + j), position)
     x = transformer.dense(jnp.concatenate([x.astype(feature.dtype), feature], -1), params["fc"])
-    angles = model.rope_angles(layer, position.reshape(-1))[False]
-    for i, p in enumerate(params["layers"]):
-      def attend(q, k, v, steps=keys[i]):
-        steps.append((k, v))
-        (text_k, text_v), *later = steps
-        return transformer.attention(q, text_k, text_v, batch.segment, batch.position, layer,
-                                     later=later)
-
-      x = transformer.block(p, layer, x, angles, attend, x if i == 0 else None)
+    x = draft_layers(params["layers"], layer, x, x, position, batch, keys)
     out.append(x)
     feature = x
   return out

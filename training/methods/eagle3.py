@@ -7,7 +7,6 @@ features, each later step what the step before gave out. All steps share the wei
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from jspec.config import ModelConfig
 from jspec.head_config import EagleConfig
 from jspec.head_init import init_head
 from training import terms, transformer
-from training.methods.eagle1 import draft_layer
+from training.methods.eagle_layers import draft_layer, draft_layers, no_keys
 from training.types import Batch, Method, Params
 
 
@@ -58,20 +57,19 @@ def make(options: Eagle3Options, target: ModelConfig, target_id: np.ndarray | No
     raise ValueError(f"eagle3 options: feature_layers={list(taps)} must lie in "
                      f"0..{target.num_layers}, the target's hidden states")
 
-  def head_of(params, target_params):
-    return params["head"] if options.train_head else {
-        "w": jax.lax.stop_gradient(terms.lm_head(target_params, target_id))}
+  def frozen(target_params):
+    return {"w": jax.lax.stop_gradient(terms.lm_head(target_params, target_id))}
 
   def run(params, target_params, batch):
     return unroll(params, target_params, batch, config, target, options.steps)
 
   def loss(params, target_params, batch: Batch, step, key):
     del step, key  # unused
-    head = head_of(params, target_params)
+    own, hidden = frozen(target_params), terms.hidden_of(batch)
+    head = params["head"] if options.train_head else own
     # What the target says about the token after each one, within the draft vocabulary.
-    frozen = {"w": terms.lm_head(target_params, target_id).astype(terms.hidden_of(batch).dtype)}
-    teacher = jax.lax.stop_gradient(
-        transformer.dense(terms.hidden_of(batch), frozen).astype(jnp.float32))
+    teacher = jax.lax.stop_gradient(transformer.dense(hidden, _cast(own, hidden)))
+    teacher = teacher.astype(jnp.float32)
     if target.final_soft_cap is not None:
       teacher = target.final_soft_cap * jnp.tanh(teacher / target.final_soft_cap)
     total, metrics = jnp.float32(0), {"terms": terms.number(terms.counted(batch, 2))}
@@ -86,7 +84,8 @@ def make(options: Eagle3Options, target: ModelConfig, target_id: np.ndarray | No
     return total, metrics
 
   def logits(params, target_params, batch: Batch):
-    return tuple(transformer.dense(y, _cast(head_of(params, target_params), y)).astype(jnp.float32)
+    head = params["head"] if options.train_head else frozen(target_params)
+    return tuple(transformer.dense(y, _cast(head, y)).astype(jnp.float32)
                  for y in run(params, target_params, batch))
 
   def export(params, target_params):
@@ -137,25 +136,17 @@ def unroll(params: Params, target_params: Params, batch: Batch, config: EagleCon
   the steps before.
   """
   layer, feature = config.layer, fuse(params, batch.feature, config)
-  keys: list[list[Any]] = [[] for _ in params["layers"]]  # by layer and step, (k, v)
+  keys = no_keys(params["layers"])
   out = []
   for j in range(num_steps):
     position = batch.position + 1 + j
-    angles = model.rope_angles(layer, position.reshape(-1))[False]
     embedded = transformer.embed(target_params, target, terms.shifted(batch.token, 1 + j), position)
     first = params["layers"][0]
     normed = model.norm(feature, first["feature_norm"], layer, False)
     embedded = model.norm(embedded.astype(feature.dtype), first["embed_norm"], layer, False)
     attn_input = jnp.concatenate([embedded, normed], -1)
     x = normed if config.norm_before_residual else feature
-    for i, p in enumerate(params["layers"]):
-      def attend(q, k, v, seen=keys[i]):
-        seen.append((k, v))
-        (text_k, text_v), *later = seen
-        return transformer.attention(q, text_k, text_v, batch.segment, batch.position, layer,
-                                     later=later)
-
-      x = transformer.block(p, layer, x, angles, attend, None if i else attn_input)
+    x = draft_layers(params["layers"], layer, x, attn_input, position, batch, keys)
     y = model.norm(x, params["final_norm"], layer, False)
     out.append(y)
     feature = y if config.norm_output else x
