@@ -13,7 +13,7 @@ import numpy as np
 from jspec import cache, step
 from jspec.config import EngineConfig, ModelConfig
 from jspec.drafters.base import Drafter
-from jspec.outputs import SpeculativeStats
+from jspec.outputs import EngineStats, SpeculativeStats
 from jspec.placement import Placement
 from jspec.plan import CostModel
 from jspec.request import NewToken, Request
@@ -100,6 +100,13 @@ class Engine:
   @property
   def num_requests(self) -> int:
     return len(self.scheduler.waiting) + len(self.scheduler.running)
+
+  def stats(self) -> EngineStats:
+    """What it has done so far. May be called from any thread."""
+    scheduler = self.scheduler
+    return EngineStats(
+        num_running=len(scheduler.running), num_waiting=len(scheduler.waiting),
+        num_pages=scheduler.allocator.num_pages, num_free_pages=scheduler.allocator.num_free)
 
   def step(self, num_steps: int = MAX_STEPS, batch: bool = False) -> list[Request]:
     """Admits and prefills what fits, runs up to num_steps steps; the requests that changed.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import numbers
 import os
 import pathlib
@@ -101,8 +102,9 @@ class LLM:
       raise ValueError(f"{dtype=} was asked for, but the loaded model is {given}")
     engines = [self._engine(devices, fields) for devices in placements]
     self._engine_config = engines[0].config
+    self._max_num_seqs = max_num_seqs
     self.engine: Engine | Replicas = engines[0] if len(engines) == 1 else Replicas(engines)
-    self._num_requests = 0
+    self._numbers = itertools.count()
 
   def _engine(self, devices: Placement, fields: dict[str, Any]) -> Engine:
     """An engine on its devices, with its part of the slots and pages."""
@@ -186,9 +188,19 @@ class LLM:
   def encode_chat(self, messages: Messages, add_generation_prompt: bool = True) -> list[int]:
     return self.tokenizer.apply_chat_template(messages, add_generation_prompt)
 
+  @property
+  def max_num_seqs(self) -> int:
+    """Requests that run side by side."""
+    return self._max_num_seqs
+
+  @property
+  def max_model_len(self) -> int:
+    """The longest prompt and output, tokens."""
+    return self._engine_config.max_model_len
+
   # --------------------------------------------------------------- inside
 
-  def _requests(self, prompts, params) -> list[_Group]:
+  def _requests(self, prompts, params) -> list[Group]:
     """Checks everything before anything runs."""
     if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], numbers.Integral)):
       prompts = [prompts]
@@ -196,9 +208,11 @@ class LLM:
       params = [params or SamplingParams()] * len(prompts)
     if len(params) != len(prompts):
       raise ValueError(f"{len(prompts)} prompts, but {len(params)} SamplingParams")
-    return [self._group(*pair) for pair in zip(prompts, params, strict=True)]
+    return [self.prepare(*pair) for pair in zip(prompts, params, strict=True)]
 
-  def _group(self, prompt: Prompt, params: SamplingParams) -> _Group:
+  def prepare(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None,
+              priority: int = 0) -> Group:
+    """A prompt and its params as requests for the engine; ValueError if they cannot be served."""
     ids = tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
     bad = [t for t in ids
            if not isinstance(t, numbers.Integral) or not 0 <= t < self.config.vocab_size]
@@ -208,15 +222,15 @@ class LLM:
     limit = check_request(params, len(ids), self.config, self._engine_config,
                           self.engine.drafter.max_depth)
     check_bad_words(params.bad_words, self.tokenizer)
-    self._num_requests += 1
-    name = str(self._num_requests - 1)
+    name = str(next(self._numbers)) if request_id is None else request_id
     requests = []
     for i in range(params.n):
       own = params if params.seed is None else dataclasses.replace(params, seed=params.seed + i)
-      requests.append(Request(name, i, ids, own, limit, self.tokenizer))
-    return _Group(name, prompt if isinstance(prompt, str) else None, requests)
+      requests.append(Request(name, i, ids, own, limit, self.tokenizer,
+                              priority=priority))
+    return Group(name, prompt if isinstance(prompt, str) else None, requests)
 
-  def _finished(self, groups: list[_Group]) -> Iterator[RequestOutput]:
+  def _finished(self, groups: list[Group]) -> Iterator[RequestOutput]:
     running = {group.request_id: group for group in groups}
     for output in self._run(groups, MAX_STEPS, batch=True):
       if output.finished:
@@ -226,7 +240,7 @@ class LLM:
         requests.clear()
         yield output
 
-  def _run(self, groups: list[_Group], num_steps: int,
+  def _run(self, groups: list[Group], num_steps: int,
            batch: bool) -> Iterator[RequestOutput]:
     try:
       for group in groups:
@@ -251,12 +265,18 @@ class LLM:
 
 
 @dataclasses.dataclass(eq=False)
-class _Group:
+class Group:
   """A prompt and its n requests."""
 
   request_id: str
   prompt: str | None
   requests: list[Request]
+  shown: int = 0  # tokens at the last `news`
+
+  def news(self) -> bool:
+    """Whether there are tokens, or an end, that the last call had not seen."""
+    before, self.shown = self.shown, self.num_tokens
+    return self.shown > before
 
   @property
   def num_tokens(self) -> int:

@@ -122,3 +122,37 @@ class RequestOutput:
   def speculation(self) -> SpeculativeStats:
     """Over all outputs of the request."""
     return sum((out.speculation for out in self.outputs[1:]), self.outputs[0].speculation)
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineStats:
+  """What an engine has done since its start, and what it is doing."""
+
+  num_running: int = 0  # requests in slots
+  num_waiting: int = 0
+  num_pages: int = 0
+  num_free_pages: int = 0  # pages that only the prefix cache holds are free, too
+  prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
+  prefix_hits: int = 0  # of those, the ones that were there
+  num_preemptions: int = 0
+  prompt_tokens: int = 0  # of requests whose prompt has been read
+  generation_tokens: int = 0
+  finished: tuple[tuple[str, int], ...] = ()  # (reason, requests): "stop", "length", "abort"
+  speculation: SpeculativeStats = SpeculativeStats()
+
+  @property
+  def kv_cache_usage(self) -> float:
+    """Share of the pages that requests hold, 0..1."""
+    return 1 - self.num_free_pages / self.num_pages if self.num_pages else 0.0
+
+  def __add__(self, other: EngineStats) -> EngineStats:
+    def add(a, b):
+      if not isinstance(a, tuple):
+        return a + b
+      counts = dict(a)
+      for name, count in b:
+        counts[name] = counts.get(name, 0) + count
+      return tuple(counts.items())
+
+    return EngineStats(*(add(getattr(self, f.name), getattr(other, f.name))
+                         for f in dataclasses.fields(self)))

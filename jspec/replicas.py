@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jspec.engine import MAX_STEPS, Engine
+from jspec.outputs import EngineStats
 from jspec.request import Request
 
 
@@ -20,6 +21,9 @@ class Replicas:
   @property
   def busy(self) -> bool:
     return any(e.busy for e in self.engines)
+
+  def stats(self) -> EngineStats:
+    return sum((e.stats() for e in self.engines[1:]), self.engines[0].stats())
 
   def add(self, request: Request) -> None:
     engine = min(self.engines, key=lambda e: e.num_requests)

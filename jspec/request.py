@@ -33,6 +33,7 @@ class Request:
   params: SamplingParams
   limit: int
   tokenizer: Tokenizer
+  priority: int = 0  # the lower, the sooner
   added: float = dataclasses.field(default_factory=time.perf_counter)
   first_token_at: float = 0.0
   finished_at: float = 0.0

@@ -1,0 +1,227 @@
+"""AsyncLLM: one engine that many asyncio tasks share, each streaming its own request."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import queue
+import threading
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, NamedTuple
+
+from jspec.llm import LLM, Group
+from jspec.outputs import EngineStats, RequestOutput
+from jspec.sampling_params import SamplingParams
+
+
+class QueueFull(Exception):
+  """As many requests are waiting as the server holds; the caller may try again later."""
+
+
+class Draining(Exception):
+  """The server takes no more requests: it is about to stop."""
+
+
+class EngineDead(Exception):
+  """The engine's thread ended by an error; nothing can be served any more."""
+
+
+class AsyncLLM:
+  """Runs an LLM's engine in a thread of its own.
+
+  Args:
+    llm: whose engine belongs to this object from now on.
+    max_waiting: requests that may wait for a slot; more are refused with QueueFull.
+    steps_per_turn: speculation steps between two looks at who came and who went.
+  """
+
+  def __init__(self, llm: LLM, *, max_waiting: int = 1024, steps_per_turn: int = 1):
+    for name, value in (("max_waiting", max_waiting), ("steps_per_turn", steps_per_turn)):
+      if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+    self.llm = llm
+    self.max_waiting = max_waiting
+    self._steps_per_turn = steps_per_turn
+    self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+    self._streams: dict[str, _Stream] = {}  # of the event loop's thread: request id -> reader
+    self._groups: dict[str, Group] = {}  # of the engine's thread
+    self._error: BaseException | None = None
+    self._draining = False
+    self._thread = threading.Thread(target=self._serve, name="jspec-engine", daemon=True)
+    self._thread.start()
+
+  # ---------------------------------------------------------- from asyncio
+
+  async def generate(self, prompt: str | Sequence[int], params: SamplingParams | None = None, *,
+                     request_id: str | None = None,
+                     priority: int = 0) -> AsyncIterator[RequestOutput]:
+    """Snapshots of the request as tokens come, the last one finished.
+
+    A reader that falls behind misses snapshots, never tokens: each holds all so far. Leaving the
+    iterator, or cancelling the task, frees the request's slot and pages.
+
+    Args:
+      prompt: text or token ids. request_id: unique among those running; None makes one.
+      priority: the lower, the sooner; equal ones first come, first served.
+
+    Raises:
+      ValueError: for what cannot be served as asked. QueueFull, Draining, EngineDead: see there.
+    """
+    self._check_open()
+    # Checking may tokenize a long text: other requests go on meanwhile.
+    group = await asyncio.to_thread(self.llm.prepare, prompt, params or SamplingParams(),
+                                    request_id, priority)
+    stream = self._add(group)
+    try:
+      while True:
+        output = await stream.next()
+        yield output
+        if output.finished:
+          return
+    finally:
+      self._streams.pop(group.request_id, None)
+      if not stream.done:
+        self._commands.put(_Command("abort", group))
+
+  def _check_open(self) -> None:
+    if self._error is not None:
+      raise EngineDead(f"the engine stopped: {self._error!r}") from self._error
+    if self._draining:
+      raise Draining("the server is shutting down and takes no more requests")
+
+  def _add(self, group: Group) -> _Stream:
+    self._check_open()
+    if group.request_id in self._streams:
+      raise ValueError(f"request_id {group.request_id!r} is already running")
+    # More than have slots are waiting, whether or not the engine's thread has seen them yet.
+    if len(self._streams) >= self.max_waiting + self.llm.max_num_seqs:
+      raise QueueFull(f"{self.max_waiting} requests are waiting already; try again later")
+    stream = _Stream(asyncio.get_running_loop())
+    self._streams[group.request_id] = stream
+    self._commands.put(_Command("add", group, stream))
+    return stream
+
+  @property
+  def num_requests(self) -> int:
+    """Requests that have not been answered to the end."""
+    return len(self._streams)
+
+  @property
+  def is_healthy(self) -> bool:
+    """Whether new requests are taken."""
+    return self._error is None and not self._draining and self._thread.is_alive()
+
+  def stats(self) -> EngineStats:
+    """Counters since the start and what is going on now. May be called from any thread."""
+    return self.llm.engine.stats()
+
+  async def drain(self, timeout: float | None = None) -> bool:
+    """Takes no more requests and waits, for up to `timeout` seconds, until all are answered."""
+    self._draining = True
+    try:
+      async with asyncio.timeout(timeout):
+        while self._streams and self._error is None:
+          await asyncio.sleep(0.01)
+    except TimeoutError:
+      return False
+    return True
+
+  async def shutdown(self) -> None:
+    """Ends the engine's thread; what still runs is aborted with Draining."""
+    self._draining = True
+    self._commands.put(_Command("stop"))
+    await asyncio.to_thread(self._thread.join)
+
+  # --------------------------------------------------- the engine's thread
+
+  def _serve(self) -> None:
+    streams: dict[str, _Stream] = {}
+    try:
+      while self._obey(streams):
+        engine = self.llm.engine
+        engine.step(self._steps_per_turn)
+        for group in [g for g in self._groups.values() if g.news()]:
+          output = group.output()
+          streams[group.request_id].put(output)
+          if output.finished:
+            del self._groups[group.request_id], streams[group.request_id]
+      self._end(streams, Draining("the server was stopped"))
+    except BaseException as error:  # whatever it was, readers must not wait for ever
+      self._error = error
+      self._end(streams, EngineDead(f"the engine stopped: {error!r}"))
+
+  def _obey(self, streams: dict[str, _Stream]) -> bool:
+    """Takes in commands, waiting for one where nothing runs; False ends the thread."""
+    waiting: collections.deque[_Command] = collections.deque()
+    if not self.llm.engine.busy and not self._groups:
+      waiting.append(self._commands.get())
+    while True:
+      try:
+        waiting.append(self._commands.get_nowait())
+      except queue.Empty:
+        break
+    for command in waiting:
+      if command.name == "stop":
+        return False
+      group = command.group
+      if command.name == "add":
+        try:
+          for request in group.requests:
+            self.llm.engine.add(request)
+        except ValueError as error:  # such as more pages than there are
+          self._abort(group)
+          command.stream.put(error)
+          continue
+        self._groups[group.request_id], streams[group.request_id] = group, command.stream
+      elif self._groups.pop(group.request_id, None) is not None:
+        del streams[group.request_id]
+        self._abort(group)
+    return True
+
+  def _abort(self, group: Group) -> None:
+    for request in group.requests:
+      if not request.finished:
+        self.llm.engine.abort(request)
+
+  def _end(self, streams: dict[str, _Stream], error: Exception) -> None:
+    for stream in streams.values():
+      stream.put(error)
+    while not self._commands.empty():
+      command = self._commands.get()
+      if command.stream is not None:
+        command.stream.put(error)
+
+
+class _Command(NamedTuple):
+  name: str  # "add", "abort" or "stop"
+  group: Any = None
+  stream: Any = None
+
+
+class _Stream:
+  """The latest snapshot of a request, on its way from the engine's thread to a task."""
+
+  def __init__(self, loop: asyncio.AbstractEventLoop):
+    self._loop = loop
+    self._ready = asyncio.Event()
+    self._latest: RequestOutput | Exception | None = None
+    self.done = False
+
+  def put(self, item: RequestOutput | Exception) -> None:
+    """From the engine's thread. An older snapshot that nobody has read is replaced."""
+    self._latest = item
+    try:
+      self._loop.call_soon_threadsafe(self._ready.set)
+    except RuntimeError:  # the event loop is closed: nobody reads any more
+      pass
+
+  async def next(self) -> RequestOutput:
+    await self._ready.wait()
+    self._ready.clear()
+    item = self._latest
+    if isinstance(item, Exception):
+      self.done = True
+      raise item
+    assert item is not None
+    self.done = item.finished
+    return item
