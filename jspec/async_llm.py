@@ -145,6 +145,8 @@ class AsyncLLM:
           streams[group.request_id].put(output)
           if output.finished:
             del self._groups[group.request_id], streams[group.request_id]
+      for group in self._groups.values():
+        self._abort(group)
       self._end(streams, Draining("the server was stopped"))
     except BaseException as error:  # whatever it was, readers must not wait for ever
       self._error = error

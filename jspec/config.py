@@ -144,16 +144,22 @@ class EngineConfig:
   data_parallel_size: int = 1  # groups of devices that share the slots and the pages
   attention_backend: str = "auto"  # one of ATTENTION_BACKENDS
   numerics: str = "fast"  # "bitwise": a token's logits do not depend on how many ran beside it
+  enable_prefix_caching: bool = True  # pages are found again by their contents
+  max_num_batched_tokens: int = 512  # of prompts, per turn of the loop: others need not wait longer
+  dynamic_speculation: bool = False  # by measured costs of steps: may pause drafting
   prefill_chunks: tuple[int, ...] = (16, 32, 64, 128, 256)  # tokens, ascending
   widths: tuple[tuple[int, int], ...] = ()  # of the step, see StepConfig; (): the default
   seed: int = 0
 
   def __post_init__(self):
     for name in ("max_model_len", "max_num_seqs", "page_size", "tensor_parallel_size",
-                 "data_parallel_size"):
+                 "data_parallel_size", "max_num_batched_tokens"):
       value = getattr(self, name)
       if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+    for name in ("enable_prefix_caching", "dynamic_speculation"):
+      if not isinstance(getattr(self, name), bool):
+        raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
     if self.num_pages < 0:
       raise ValueError(f"num_pages must be >= 0, got {self.num_pages}")
     for name in ("max_num_seqs", "num_pages"):

@@ -2,34 +2,53 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+import math
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jspec import cache, step
 from jspec.config import EngineConfig, ModelConfig
+from jspec.device import Device
 from jspec.drafters.base import Drafter
+from jspec.goodput import Goodput, Loop
 from jspec.outputs import EngineStats, SpeculativeStats
 from jspec.placement import Placement
-from jspec.plan import CostModel
-from jspec.request import NewToken, Request
-from jspec.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGPROBS, SamplingParams
-from jspec.scheduler import Scheduler
+from jspec.plan import CostModel, step_costs
+from jspec.request import Request
+from jspec.results import first_of, stats_of, tokens_of
+from jspec.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGPROBS
+from jspec.scheduler import Scheduler, Tenant
 from jspec.slot_sampling import empty_sampling, sampling_row
 from jspec.spec_config import SpeculativeConfig
-from jspec.types import FirstToken, SlotRequest, SpecState, StepOutput
+from jspec.types import FirstToken, SlotRequest, StepOutput
 
 MAX_STEPS = 16  # of one device loop
 FED_STEPS = 4  # the same where a drafter waits for what the host finds: it is one loop behind
 STRAGGLERS, EVERYBODY = 2.0, 1000.0  # whose tokens count, see plan.plan
 
 
+class _Flight(NamedTuple):
+  """Results that the device is still computing."""
+
+  tenants: dict[int, Tenant]  # by slot, at the time
+  out: StepOutput | FirstToken
+  num_tokens: int = 0  # at most, for each of them
+  drafting: bool = True
+  started: float = 0.0
+  alone: bool = False  # whether the device did nothing else since the loop before
+
+
 class Engine:
   """Runs requests through the speculation step. `step()` is one turn of the loop.
+
+  The host looks at a device loop's tokens while the device is busy with the next one, so it never
+  waits for Python. What that next loop computes for a request that has ended is not used.
 
   Args:
     params: the target's parameter tree; draft_params: the drafter's.
@@ -41,47 +60,32 @@ class Engine:
                config: EngineConfig, spec: SpeculativeConfig, cost: CostModel,
                devices: Placement):
     self.model, self.config, self.spec, self.drafter = model, config, spec, drafter
-    self.devices = devices
     self.scheduler = Scheduler(config.max_num_seqs, config.num_pages, config.page_size,
-                               drafter.lookahead)
+                               drafter.lookahead, config.enable_prefix_caching)
     self._params = {"target": params, "draft": draft_params}
     self._step_config = step.StepConfig(
         model, config.widths or step.default_widths(config.max_num_seqs, drafter.num_nodes),
         cost, MAX_LOGPROBS, config.numerics == "bitwise", devices.attend, spec.verification,
-        spec.adaptive_draft_length)
-    self.traces: dict[str, int] = {}  # by compiled function
-    self._prefills: dict[int, Any] = {}
-    state = lambda key: initial_state(key, model, drafter, config, devices.kv_dtype)
-    key = jax.random.key(config.seed)
-    self._shardings = devices.shardings(jax.eval_shape(state, key))
-    self._run = self._jit("step", step.make_multi_step(
-        self._step_config, drafter, MAX_STEPS), 3, 1)
-    self._admit = self._jit("admit", step.admit, 3, 0, has_output=False)
-    self._release = self._jit("release", step.release, 2, 0, has_output=False)
-    # The key of a seeded request depends on its seed alone; others each get one of their own.
-    self._seed_key = jax.jit(lambda low, high: jax.random.fold_in(jax.random.key(low), high),
-                             out_shardings=devices.everywhere)
-    self._next_key = jax.jit(lambda i: jax.random.fold_in(jax.random.key(config.seed), i),
-                             out_shardings=devices.everywhere)
-    self._unseeded = 0
+        spec.adaptive_draft_length, config.dynamic_speculation)
+    self._goodput = Goodput(*step_costs(self._step_config, config.max_num_seqs),
+                            switches=config.dynamic_speculation and not drafter.sampled)
+    self.device = Device(config, self._step_config, drafter, devices, MAX_STEPS)
+    self._flights: collections.deque[_Flight] = collections.deque()
+    self._changed: dict[Request, None] = {}  # since the last `collect`
+    self._landed = 0.0  # when the last loop's results were there
+    self._alone = False  # whether nothing but loops was started since the last one
+    self._stale = False  # whether the device has not seen the latest page table
+    self._totals = EngineStats()
     self._fed: dict[int, Request] = {}  # by slot, whom the drafter's params were made for
     if drafter.feed is not None:
       self._feed({})
-    self._state = jax.jit(lambda: state(jax.random.key(config.seed)),
-                          out_shardings=self._shardings)()
+    self._table = np.full((config.max_num_seqs, config.pages_per_slot(drafter.lookahead)),
+                          cache.NOWHERE, np.int32)
 
-  def _jit(self, name: str, function: Any, num_arguments: int, state_argument: int,
-           has_output: bool = True) -> Any:
-    """Compiled with its state donated, its output on every device; counts traces."""
-    def traced(*args):
-      self.traces[name] = self.traces.get(name, 0) + 1
-      return function(*args)
-
-    out = (self._shardings, self.devices.everywhere) if has_output else self._shardings
-    takes = [None] * num_arguments
-    takes[state_argument] = self._shardings
-    return jax.jit(traced, donate_argnums=state_argument, in_shardings=tuple(takes),
-                   out_shardings=out)
+  @property
+  def traces(self) -> dict[str, int]:
+    """How often each program was traced: once, if all goes well."""
+    return self.device.traces
 
   # ------------------------------------------------------------- the loop
 
@@ -89,70 +93,230 @@ class Engine:
     self.scheduler.add(request)
 
   def abort(self, request: Request) -> None:
-    slot = self.scheduler.abort(request)
-    if slot is not None:
-      self._state = self._release(self._state, np.int32(slot))
+    """Forgets a request, whatever the device is doing for it."""
+    tenant = self.scheduler.abort(request)
+    if tenant is not None:
+      self.device.release(tenant.slot)
+    self._count(finished="abort")
 
   @property
   def busy(self) -> bool:
-    return bool(self.scheduler.waiting or self.scheduler.running)
+    return bool(self.num_requests)
 
   @property
   def num_requests(self) -> int:
-    return len(self.scheduler.waiting) + len(self.scheduler.running)
+    return self.scheduler.num_waiting + len(self.scheduler.running)
 
   def stats(self) -> EngineStats:
     """What it has done so far. May be called from any thread."""
     scheduler = self.scheduler
-    return EngineStats(
-        num_running=len(scheduler.running), num_waiting=len(scheduler.waiting),
-        num_pages=scheduler.allocator.num_pages, num_free_pages=scheduler.allocator.num_free)
+    return dataclasses.replace(
+        self._totals, num_running=len(scheduler.running), num_waiting=scheduler.num_waiting,
+        num_pages=scheduler.allocator.num_pages, num_free_pages=scheduler.allocator.num_free,
+        prefix_queries=scheduler.prefix_queries, prefix_hits=scheduler.prefix_hits,
+        num_preemptions=scheduler.num_preemptions)
 
   def step(self, num_steps: int = MAX_STEPS, batch: bool = False) -> list[Request]:
-    """Admits and prefills what fits, runs up to num_steps steps; the requests that changed.
+    """Admits and prefills what fits, starts up to num_steps steps; the requests that changed.
 
     batch: what counts is when the last request is done, not how fast each one goes.
     """
-    return self.start_step(num_steps, batch)()
+    self.start(num_steps, batch)
+    return self.collect()
 
-  def start_step(self, num_steps: int, batch: bool) -> Callable[[], list[Request]]:
-    """`step`, without waiting for the device; call the result for what step returns."""
-    changed = []
-    for slot, request, pages in self.scheduler.admit():
-      self._prefill(slot, request, pages)
-      changed.append(request)
-    running = {s: r for s, r in self.scheduler.running.items() if not r.finished}
-    out = self._start_loop(running, num_steps, batch) if running else None
-
-    def finish() -> list[Request]:
-      if out is not None:
-        self._take(running, jax.tree.map(np.asarray, out))
-      for slot, request in list(self.scheduler.running.items()):
-        if request.finished:
-          if self.drafter.collect is not None:  # its pages are still its own
-            request.hidden_states = self._collect(slot, request)
-          self.scheduler.finish(slot)
-          if self.drafter.feed is not None:
-            self.drafter.feed.finished(request.prompt_ids, request.tokens)
-      return list(dict.fromkeys([*changed, *running.values()]))
-
-    return finish
-
-  def _start_loop(self, running: dict[int, Request], num_steps: int, batch: bool) -> StepOutput:
-    if any(r.params.stop for r in running.values()):
+  def start(self, num_steps: int, batch: bool) -> None:
+    """Gives the device work, without waiting for it."""
+    for tenant in self.scheduler.admit():
+      self._admit(tenant)
+    self._prefill(math.inf if batch else self.config.max_num_batched_tokens)
+    tenants = sorted(self.scheduler.running.values(), key=lambda tenant: tenant.order)
+    if not any(t.is_active for t in tenants):
+      return
+    if any(t.request.params.stop for t in tenants):
       num_steps = 1  # only the host sees a stop string
+    if len(tenants) > sum(t.is_active for t in tenants):
+      num_steps = 1  # somebody's prompt is waiting
     if self.drafter.feed is not None:
       num_steps = min(num_steps, FED_STEPS)
-    # A batch that nobody waits behind is done when its last request is.
-    lag = STRAGGLERS if batch and not self.scheduler.waiting else EVERYBODY
-    if self.drafter.feed is not None and any(
-        self._fed.get(slot) is not request for slot, request in running.items()):
-      self._feed(running)  # somebody is new here
-    self._state, out = self._run(self._step_params(len(running), lag), self._state,
-                                 np.int32(num_steps))
+    num_steps = self._make_room([t for t in tenants if t.is_active], min(num_steps, MAX_STEPS))
+    active = {slot: t for slot, t in self.scheduler.running.items() if t.is_active}
+    if active:
+      # A batch that nobody waits behind is done when its last request is.
+      stragglers = batch and not self.scheduler.num_waiting
+      self._loop(active, num_steps, STRAGGLERS if stragglers else EVERYBODY)
+
+  def collect(self) -> list[Request]:
+    """Takes in what the device has done but for the latest loop; the requests that changed."""
+    # A drafter that is fed needs the text as it is now.
+    keep = self._flights and self.drafter.feed is None and self._flights[-1].num_tokens
+    self._land(len(self._flights) - bool(keep))
+    if not self.busy:
+      self._flights.clear()
+    changed, self._changed = self._changed, {}
+    return list(changed)
+
+  def _land(self, count: int) -> None:
+    """Takes in the first `count` results."""
+    for _ in range(count):
+      flight = self._flights.popleft()
+      out = jax.tree.map(np.asarray, flight.out)
+      if isinstance(out, StepOutput):
+        self._learn(flight, out)
+      for slot, tenant in flight.tenants.items():
+        if self.scheduler.running.get(slot) is tenant:  # neither aborted nor preempted since
+          tenant.in_flight -= flight.num_tokens
+          self._take(tenant, out)
+          self._changed[tenant.request] = None
+
+  def _take(self, tenant: Tenant, out: StepOutput | FirstToken) -> None:
+    """Hands tokens to a request; its slot and pages are free if it has ended."""
+    request, slot, before = tenant.request, tenant.slot, len(tenant.request.tokens)
+    if isinstance(out, StepOutput):
+      for new in tokens_of(out, slot, request.params.logprobs):
+        request.push(new)
+      stats = stats_of(out, slot, len(request.tokens) - before)
+      request.stats += stats
+      ended = bool(out.finished[slot])
+    else:
+      request.push(first_of(out, request.params.logprobs))
+      stats, ended = SpeculativeStats(), bool(out.finished)
+    self._count(len(request.tokens) - before, stats)
+    if not request.finished:
+      return
+    if not ended:
+      self.device.release(slot)
+    if self.drafter.collect is not None:  # its pages are still its own
+      request.hidden_states = self._collect(tenant)
+    self.scheduler.finish(tenant)
+    self._count(finished=request.finish_reason)
     if self.drafter.feed is not None:
-      self._feed(running)  # for the next loop, while the device is busy with this one
-    return out
+      self.drafter.feed.finished(request.prompt_ids, request.tokens)
+
+  def _count(self, tokens: int = 0, stats: SpeculativeStats | None = None,
+             finished: str | None = None, prompt: int = 0) -> None:
+    self._totals += EngineStats(
+        generation_tokens=tokens, prompt_tokens=prompt, speculation=stats or SpeculativeStats(),
+        finished=() if finished is None else ((finished, 1),))
+
+  # ----------------------------------------------------- prompts into slots
+
+  def _admit(self, tenant: Tenant) -> None:
+    request, params = tenant.request, tenant.request.params
+    if not request.admitted_at:
+      request.admitted_at = time.perf_counter()
+      request.num_cached_tokens = tenant.done
+      self._count(prompt=len(request.prompt_ids))
+    if request.key is None:
+      request.key = self.device.key(params.seed)
+    draft = self.drafter.max_depth
+    if params.num_speculative_tokens is not None:
+      draft = params.num_speculative_tokens
+    self._write_table(tenant)
+    fields: dict[str, Any] = dict(  # numpy: every process of a mesh has the same
+        page_table=self._table[tenant.slot], length=np.int32(tenant.done),
+        limit=np.int32(request.limit), max_draft=np.int32(draft), key=request.key,
+        sampling=sampling_row(params, request.prompt_ids, request.tokenizer,
+                              self.model.vocab_size, request.tokens))
+    self.device.admit(tenant.slot, SlotRequest(**fields))
+    self._alone = False
+
+  def _prefill(self, budget: float) -> None:
+    """Runs chunks of prompts, in order, up to a budget of tokens."""
+    tenants = [t for t in self.scheduler.running.values() if not t.is_active]
+    budget -= len(self.scheduler.running) - len(tenants)
+    for tenant in sorted(tenants, key=lambda tenant: tenant.order):
+      while not tenant.is_active and budget > 0:
+        budget -= self._prefill_chunk(tenant, budget)
+
+  def _prefill_chunk(self, tenant: Tenant, budget: float) -> int:
+    """One chunk; the last one makes the tenant active. Returns its tokens, or the program's."""
+    request, text = tenant.request, tenant.text
+    left = len(text) - tenant.done
+    size, count = self.config.prefill_chunk(
+        min(left, max(int(min(budget, left)), self.config.prefill_chunks[0])))
+    is_last = count == left
+    if left or not request.tokens:
+      token = np.zeros(size + 1, np.int32)
+      chunk = [*text, *request.tokens[-1:]][tenant.done:tenant.done + count + 1]
+      token[:len(chunk)] = chunk
+      draws = is_last and not request.tokens
+      first = self.device.prefill(size, self._step_params(1, EVERYBODY, True), tenant.slot, token,
+                                  count, draws)
+      if draws:
+        self._flights.append(_Flight({tenant.slot: tenant}, first))
+    tenant.done += count
+    self.scheduler.publish(tenant)
+    if is_last:
+      tenant.is_active = True
+      if request.tokens:  # it was preempted
+        self.device.resume(tenant.slot, request.tokens[-1], len(request.tokens))
+    self._alone = False
+    return max(count, 1)
+
+  # ------------------------------------------------------- the device loop
+
+  def _make_room(self, tenants: list[Tenant], num_steps: int) -> int:
+    """Gives everybody pages for the next loop: of fewer steps, or fewer tenants, if need be."""
+    for tenant in tenants:
+      while self.scheduler.running.get(tenant.slot) is tenant and not self.scheduler.grow(
+          tenant, self._reach(tenant, num_steps)):
+        if self._flights:
+          self._land(len(self._flights))  # somebody may have ended
+        elif num_steps > 1:
+          num_steps = 1
+        else:
+          self._preempt(self.scheduler.last())
+      if self.scheduler.running.get(tenant.slot) is tenant:
+        self._write_table(tenant)
+    return num_steps
+
+  def _reach(self, tenant: Tenant, num_steps: int) -> int:
+    """Tokens that may be committed after so many steps more."""
+    request = tenant.request
+    most = tenant.committed + tenant.in_flight + num_steps * (self.drafter.max_depth + 1)
+    return min(most, len(request.prompt_ids) + request.limit)
+
+  def _preempt(self, tenant: Tenant) -> None:
+    self.device.release(tenant.slot)
+    self.scheduler.preempt(tenant)
+
+  def _write_table(self, tenant: Tenant) -> None:
+    """Beyond a slot's pages its row leads out of the pool: such writes drop."""
+    row = np.full(self._table.shape[1], cache.NOWHERE, np.int32)
+    row[:len(tenant.pages)] = tenant.pages
+    if (row != self._table[tenant.slot]).any():
+      self._table = self._table.copy()  # the device may be reading the old one
+      self._table[tenant.slot] = row
+      self._stale |= tenant.is_active  # else `admit` brings it along
+
+  def _loop(self, active: dict[int, Tenant], num_steps: int, lag: float) -> None:
+    requests = {slot: tenant.request for slot, tenant in active.items()}
+    if self.drafter.feed is not None and any(
+        self._fed.get(slot) is not request for slot, request in requests.items()):
+      self._feed(requests)  # somebody is new here
+    if self._stale:
+      self.device.put_table(self._table)
+      self._stale = False
+    drafting = not self._step_config.measured or self._goodput.drafts(len(active))
+    compiled, started = self.traces.get("step"), time.perf_counter()
+    out = self.device.run(self._step_params(len(active), lag, drafting), num_steps)
+    alone = self._alone and self.traces["step"] == compiled
+    num_tokens = num_steps * (self.drafter.max_depth + 1)
+    for tenant in active.values():
+      tenant.in_flight += num_tokens
+    self._flights.append(_Flight(active, out, num_tokens, drafting, started, alone))
+    self._alone = True
+    if self.drafter.feed is not None:
+      self._feed(requests)  # for the next loop, while the device is busy with this one
+
+  def _learn(self, flight: _Flight, out: StepOutput) -> None:
+    """What the loop's time says about the cost of steps."""
+    now = time.perf_counter()
+    seconds, self._landed = now - max(flight.started, self._landed), now
+    if flight.alone and self._step_config.measured:
+      length = max(tenant.committed for tenant in flight.tenants.values())
+      self._goodput.observe(Loop(flight.drafting, np.asarray(out.ran), length, seconds,
+                                 int(out.num_tokens.sum()), int(out.num_steps.sum())))
 
   def _feed(self, running: dict[int, Request]) -> None:
     """Makes the drafter's params, which come from the host."""
@@ -160,153 +324,38 @@ class Engine:
     assert feed is not None
     ends = [running[slot].last_tokens(feed.context) if slot in running else None
             for slot in range(self.config.max_num_seqs)]
-    self._fed, self._params["draft"] = dict(running), feed.params(ends)
+    self._fed, self._params["draft"] = running, feed.params(ends)
 
-  def _collect(self, slot: int, request: Request) -> np.ndarray:
+  def _collect(self, tenant: Tenant) -> np.ndarray:
     """What the drafter kept of every token but the last, which no pass has seen."""
     assert self.drafter.collect is not None
-    count = len(request.prompt_ids) + len(request.tokens) - 1
-    return self.drafter.collect(self._state.draft, self._table(self.scheduler.pages(slot)), count)
+    self._write_table(tenant)
+    return self.drafter.collect(self.device.state.draft, self._table[tenant.slot], tenant.committed)
 
-  def _table(self, pages: list[int]) -> np.ndarray:
-    """A slot's row of the page table. Beyond its pages it leads out of the pool: such writes drop.
+  def _step_params(self, num_running: int, lag: float, drafting: bool) -> dict[str, Any]:
+    most = self.spec.draft_tokens_at(num_running) if drafting else 0
+    params = {**self._params, "max_draft": np.int32(most), "lag": np.float32(lag)}
+    if self._step_config.measured:
+      params["cost"] = self._goodput.correction(drafting)
+    return params
+
+  def warm_up(self) -> Iterator[str]:
+    """Compiles every program and, for dynamic speculation, times every width of the step.
+
+    To be called before the first request. Yields what comes next.
     """
-    table = np.full(self._state.page_table.shape[1], cache.NOWHERE, np.int32)
-    table[:len(pages)] = pages
-    return table
-
-  def _take(self, running: dict[int, Request], out: StepOutput) -> None:
-    """Hands a device loop's tokens to their requests."""
-    for slot, request in running.items():
-      before = len(request.tokens)
-      for new in _tokens(out, slot, request.params.logprobs):
-        request.push(new)
-      request.stats += _stats(out, slot, len(request.tokens) - before)
-      if request.finished and not out.finished[slot]:
-        self._state = self._release(self._state, np.int32(slot))
-
-  def _step_params(self, num_running: int, lag: float = EVERYBODY) -> dict[str, Any]:
-    return {**self._params, "max_draft": np.int32(self.spec.draft_tokens_at(num_running)),
-            "lag": np.float32(lag)}
-
-  def _prefill(self, slot: int, request: Request, pages: list[int]) -> None:
-    params = request.params
-    depth = self.drafter.max_depth
-    draft = depth if params.num_speculative_tokens is None else params.num_speculative_tokens
-    fields: dict[str, Any] = dict(  # numpy: every process of a mesh has the same
-        page_table=self._table(pages), length=np.int32(0), limit=np.int32(request.limit),
-        max_draft=np.int32(draft), key=self._request_key(request),
-        sampling=sampling_row(params, request.prompt_ids, request.tokenizer,
-                              self.model.vocab_size))
-    row = SlotRequest(**fields)
-    self._state = self._admit(self._state, np.int32(slot), row)
-    ids, done = request.prompt_ids, 0
-    while done < len(ids):
-      size, count = self.config.prefill_chunk(len(ids) - done)
-      token = np.zeros(size + 1, np.int32)
-      chunk = ids[done:done + count + 1]
-      token[:len(chunk)] = chunk
-      done += count
-      self._state, first = self._prefill_program(size)(
-          self._step_params(1), self._state, np.int32(slot), token, np.int32(count),
-          np.bool_(done == len(ids)))
-    first = jax.tree.map(np.asarray, first)
-    request.push(_first_token(first, params.logprobs))
-    if request.finished and not first.finished:
-      self._state = self._release(self._state, np.int32(slot))
-
-  def _prefill_program(self, size: int) -> Any:
-    if size not in self._prefills:
-      self._prefills[size] = self._jit(
-          f"prefill{size}", step.make_prefill(self._step_config, self.drafter, size), 6, 1)
-    return self._prefills[size]
-
-  def _request_key(self, request: Request) -> jax.Array:
-    seed = request.params.seed
-    if seed is None:
-      self._unseeded += 1
-      return self._next_key(np.uint32(self._unseeded))
-    return self._seed_key(np.uint32(seed & 0xFFFFFFFF), np.uint32(seed >> 32 & 0xFFFFFFFF))
+    if self.busy:
+      raise ValueError("warm_up is for an engine without requests")
+    vocab = self.model.vocab_size
+    endless = jax.tree.map(lambda x: np.asarray(x[0]),
+                           empty_sampling(1, vocab, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS))
+    params = self._step_params(1, EVERYBODY, False)
+    yield from self.device.warm_up(params, endless)
+    if self._step_config.measured:
+      yield "step times"
+      self._goodput.prime(self.device.step_seconds(params))
+    self.device.release(0)
 
   def compiled_step(self) -> Any:
     """The step, lowered and compiled for the engine's shapes: for memory and cost analysis."""
-    return self._run.lower(self._step_params(1), self._state, np.int32(1)).compile()
-
-
-def initial_state(key: jax.Array, model: ModelConfig, drafter: Drafter, config: EngineConfig,
-                  kv_dtype: Any) -> SpecState:
-  """Empty slots and pages. kv_dtype: of the pages, see cache.stored_dtype."""
-  c, b = config, config.max_num_seqs
-  zeros = lambda dtype=jnp.int32: jnp.zeros(b, dtype)
-  feature_width = len(drafter.feature_layers) * model.width
-  return SpecState(
-      pages=cache.init_pages(model, c.num_pages, c.page_size, kv_dtype),
-      tails=cache.init_tails(c.num_pages, model.width, feature_width),
-      page_table=jnp.zeros((b, c.pages_per_slot(drafter.lookahead)), jnp.int32),
-      length=zeros(), feature=jnp.zeros((b, feature_width)), root=zeros(), active=zeros(bool),
-      num_output=zeros(), limit=zeros(),
-      max_draft=zeros(), accepted=zeros(jnp.float32), tested=zeros(jnp.float32) + 1,
-      key=jax.random.split(key, b),
-      sampling=empty_sampling(b, model.vocab_size, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS),
-      draft=drafter.init(b, c.num_pages))
-
-
-def check_request(params: SamplingParams, num_prompt: int, model: ModelConfig,
-                  config: EngineConfig, max_depth: int) -> int:
-  """The most tokens the request may generate; ValueError if it cannot be served as asked."""
-  if num_prompt == 0:
-    raise ValueError("the prompt is empty: at least one token is needed")
-  room = config.max_model_len - num_prompt
-  if room < 1:
-    raise ValueError(f"the prompt has {num_prompt} tokens, but max_model_len="
-                     f"{config.max_model_len} allows at most {config.max_model_len - 1}")
-  if params.min_tokens > room:
-    raise ValueError(f"min_tokens={params.min_tokens} does not fit: {num_prompt} prompt tokens "
-                     f"leave {room} of max_model_len={config.max_model_len}")
-  draft = params.num_speculative_tokens
-  if draft is not None and draft > max_depth:
-    raise ValueError(f"num_speculative_tokens={draft} exceeds the engine's {max_depth}")
-  for name, tokens in (("logit_bias", params.logit_bias or ()),
-                       ("stop_token_ids", params.stop_token_ids)):
-    bad = [t for t in tokens if not 0 <= t < model.vocab_size]
-    if bad:
-      raise ValueError(f"{name} names token {bad[0]}, but the vocabulary has "
-                       f"{model.vocab_size} tokens")
-  return room if params.max_tokens is None else min(room, params.max_tokens)
-
-
-def _tokens(out: StepOutput, slot: int, num_top: int | None) -> list[NewToken]:
-  """The slot's tokens of a device loop."""
-  tokens = []
-  for i in range(int(out.num_tokens[slot])):
-    top = tuple(zip(out.top_token[slot, i, :num_top].tolist(),
-                    out.top_logprob[slot, i, :num_top].tolist(), strict=True)) if num_top else ()
-    tokens.append(NewToken(int(out.tokens[slot, i]), bool(out.drafted[slot, i]),
-                           float(out.logprob[slot, i]), int(out.rank[slot, i]), top))
-  return tokens
-
-
-def _first_token(first: FirstToken, num_top: int | None) -> NewToken:
-  top = tuple(zip(first.top_token[:num_top].tolist(), first.top_logprob[:num_top].tolist(),
-                  strict=True)) if num_top else ()
-  return NewToken(int(first.token), False, float(first.logprob), int(first.rank), top)
-
-
-def _stats(out: StepOutput, slot: int, generated: int) -> SpeculativeStats:
-  drafted, accepted = out.drafted_at[slot], out.accepted_at[slot]
-  total = lambda histogram: int((histogram * np.arange(len(histogram))).sum())
-  return SpeculativeStats(
-      int(out.num_steps[slot]), int(out.num_drafts[slot]), total(drafted), total(accepted),
-      generated, tuple(accepted.tolist()), tuple(drafted.tolist()))
-
-
-def engine_config(model: ModelConfig, num_nodes: int, **fields) -> EngineConfig:
-  """EngineConfig with num_pages chosen so that every slot can reach max_model_len."""
-  config = EngineConfig(**fields)
-  if config.max_model_len > model.max_positions:
-    raise ValueError(f"max_model_len={config.max_model_len} exceeds the model's "
-                     f"{model.max_positions} positions")
-  if config.num_pages:
-    return config
-  return dataclasses.replace(
-      config, num_pages=config.max_num_seqs * config.pages_per_slot(num_nodes))
+    return self.device.compiled_step(self._step_params(1, EVERYBODY, True))

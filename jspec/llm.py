@@ -17,7 +17,8 @@ from tqdm import tqdm
 from jspec import heads, hub
 from jspec.config import EngineConfig, ModelConfig
 from jspec.drafters import Drafter, DrafterSetup, build
-from jspec.engine import MAX_STEPS, Engine, check_request, engine_config
+from jspec.engine import MAX_STEPS, Engine
+from jspec.limits import check_request, engine_config
 from jspec.outputs import RequestOutput, Timing
 from jspec.placement import Placement, check_attention, place
 from jspec.plan import CostModel, cpu_cost
@@ -58,6 +59,11 @@ class LLM:
     numerics: "bitwise" makes a token's logits independent of the verification width, so that
       speculation changes not even near-ties, in float32 and bfloat16; costs up to a quarter of
       plain decoding speed in float32 on CPU. "fast" leaves that to rounding.
+    enable_prefix_caching: full pages of a text are kept, as long as there is room, for requests
+      that begin alike.
+    max_num_batched_tokens: of prompts, between two steps of the requests that are being answered.
+    dynamic_speculation: step times are measured, and decide how much is drafted and verified, down
+      to nothing while drafts don't pay. Statistics then depend on the machine's load, texts don't.
     seed: of the requests that have none of their own.
     cache_dir: for downloaded models and compiled programs; None is the user's cache folder.
     progress: show progress bars; None decides by the terminal.
@@ -71,7 +77,8 @@ class LLM:
                max_model_len: int = 2048, max_num_seqs: int = 8, page_size: int = 128,
                num_pages: int = 0, kv_cache_dtype: str = "auto", tensor_parallel_size: int = 1,
                data_parallel_size: int = 1, attention_backend: str = "auto",
-               numerics: str = "fast", seed: int = 0,
+               numerics: str = "fast", enable_prefix_caching: bool = True,
+               max_num_batched_tokens: int = 512, dynamic_speculation: bool = False, seed: int = 0,
                cache_dir: str | pathlib.Path | None = None, progress: bool | None = None,
                **older_flags: Any):
     own_name = model.name if isinstance(model, hub.LoadedModel) else str(model)
@@ -84,7 +91,9 @@ class LLM:
         dtype=dtype, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
         page_size=page_size, num_pages=num_pages, kv_cache_dtype=kv_cache_dtype,
         tensor_parallel_size=tensor_parallel_size, data_parallel_size=data_parallel_size,
-        attention_backend=attention_backend, numerics=numerics, seed=seed)
+        attention_backend=attention_backend, numerics=numerics, seed=seed,
+        enable_prefix_caching=enable_prefix_caching,
+        max_num_batched_tokens=max_num_batched_tokens, dynamic_speculation=dynamic_speculation)
     # Refuse bad values before a model is loaded.
     placements = place(EngineConfig(**fields), jax.default_backend(),
                        self.speculative.draft_tensor_parallel_size)
@@ -188,6 +197,16 @@ class LLM:
   def encode_chat(self, messages: Messages, add_generation_prompt: bool = True) -> list[int]:
     return self.tokenizer.apply_chat_template(messages, add_generation_prompt)
 
+  def warm_up(self, progress: bool | None = None) -> None:
+    """Compiles every program, so that no request waits for it; measures steps where they count.
+
+    progress: a bar; None decides by the terminal. For an LLM that has no requests.
+    """
+    hide = None if progress is None else not progress  # None: unless on a terminal
+    with tqdm(self.engine.warm_up(), disable=hide, unit="program", desc="compiling") as bar:
+      for what in bar:
+        bar.set_postfix_str(what)
+
   @property
   def max_num_seqs(self) -> int:
     """Requests that run side by side."""
@@ -287,9 +306,11 @@ class Group:
     added = self.requests[0].added
     first = min((r.first_token_at for r in self.requests if r.first_token_at), default=added)
     last = max(r.finished_at for r in self.requests)
-    timing = Timing(first - added, last - added if finished else 0.0)
+    admitted = min((r.admitted_at for r in self.requests if r.admitted_at), default=added)
+    timing = Timing(first - added, last - added if finished else 0.0, admitted - added)
     return RequestOutput(self.request_id, self.prompt, self.requests[0].prompt_ids,
-                         tuple(r.output() for r in self.requests), finished, timing)
+                         tuple(r.output() for r in self.requests), finished, timing,
+                         self.requests[0].num_cached_tokens)
 
 
 def _placed(loaded: hub.LoadedModel, placer: Placer) -> hub.LoadedModel:

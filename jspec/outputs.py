@@ -89,6 +89,7 @@ class Timing:
 
   first_token: float = 0.0
   finished: float = 0.0
+  admitted: float = 0.0  # it had waited that long for a slot
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +102,7 @@ class RequestOutput:
   outputs: tuple[CompletionOutput, ...]
   finished: bool = False
   timing: Timing = Timing()
+  num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
 
   @property
   def text(self) -> str:

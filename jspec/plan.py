@@ -59,6 +59,7 @@ class StepConfig:
   attend: Attend = reference.paged_attention
   verification: Verification = Verification()
   adaptive: bool = True  # else every draft is verified whole
+  measured: bool = False  # whether the widths' costs are corrected by what was measured
 
 
 def default_widths(num_slots: int, num_nodes: int) -> tuple[tuple[int, int], ...]:
@@ -69,16 +70,16 @@ def default_widths(num_slots: int, num_nodes: int) -> tuple[tuple[int, int], ...
   return tuple((num_slots * f, n) for f, n in widths if f < num_nodes or f == num_nodes == n)
 
 
-def step_cost(config: StepConfig, num_slots: int, length: jax.Array) -> jax.Array:
-  """f32[widths], in passes, with every slot's attention walking `length` cached tokens."""
+def step_costs(config: StepConfig, num_slots: int) -> tuple[np.ndarray, np.ndarray]:
+  """For each width, in passes: what a step costs, and each cached token its attention walks."""
   rows, nodes = (np.array(x) for x in zip(*config.widths, strict=True))
   c = config.cost
   fixed = np.where(rows == 1, c.one_row_pass, 1.0) + rows / c.rows_per_pass
-  per_token = num_slots * (c.kv_pass + nodes * c.attention_pass)
-  return jnp.float32(fixed) + jnp.float32(per_token) * length
+  return fixed, num_slots * (c.kv_pass + nodes * c.attention_pass)
 
 
-def plan(draft: DraftTree, state: SpecState, config: StepConfig, lag: jax.Array):
+def plan(draft: DraftTree, state: SpecState, config: StepConfig, lag: jax.Array,
+         correction: jax.Array | None = None):
   """Which nodes to verify (bool[B, N]), and at which of the widths (i32[]).
 
   A node at depth d is worth its slot's acceptance rate to the power d. The width with the best
@@ -117,7 +118,9 @@ def plan(draft: DraftTree, state: SpecState, config: StepConfig, lag: jax.Array)
     tokens = jnp.where(taken, value.reshape(-1)[order], 0) @ jax.nn.one_hot(order // n, b)
     progress = 1 - lag * jnp.log(jnp.exp(-tokens / lag) @ weight / weight.sum())
     gain = jnp.where(rows > rows[0], progress * (1 - MARGIN), progress)
-    choice = jnp.argmax(gain / step_cost(config, b, jnp.where(active, state.length, 0).max()))
+    fixed, per_token = map(jnp.float32, step_costs(config, b))
+    cost = fixed + per_token * jnp.where(active, state.length, 0).max()
+    choice = jnp.argmax(gain / (cost if correction is None else cost * correction))
   eligible = drafted.reshape(-1) & (node < nodes[choice])
   order = jnp.argsort(jnp.where(eligible, -worth, 2.0), stable=True)
   rank = jnp.zeros(b * n, jnp.int32).at[order].set(jnp.arange(b * n))

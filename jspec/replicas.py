@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from jspec.engine import MAX_STEPS, Engine
 from jspec.outputs import EngineStats
@@ -22,6 +22,10 @@ class Replicas:
   def busy(self) -> bool:
     return any(e.busy for e in self.engines)
 
+  def warm_up(self) -> Iterator[str]:
+    for engine in self.engines:
+      yield from engine.warm_up()
+
   def stats(self) -> EngineStats:
     return sum((e.stats() for e in self.engines[1:]), self.engines[0].stats())
 
@@ -35,8 +39,10 @@ class Replicas:
 
   def step(self, num_steps: int = MAX_STEPS, batch: bool = False) -> list[Request]:
     """Engine.step of all of them: their devices work at the same time."""
-    started = [e.start_step(num_steps, batch) for e in self.engines if e.busy]
-    changed = [request for finish in started for request in finish()]
+    busy = [e for e in self.engines if e.busy]
+    for engine in busy:
+      engine.start(num_steps, batch)
+    changed = [request for engine in busy for request in engine.collect()]
     for request in changed:
       if request.finished:
         self._home.pop(request, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,6 +35,7 @@ class Request:
   tokenizer: Tokenizer
   priority: int = 0  # the lower, the sooner
   added: float = dataclasses.field(default_factory=time.perf_counter)
+  admitted_at: float = 0.0  # to its first slot
   first_token_at: float = 0.0
   finished_at: float = 0.0
   tokens: list[int] = dataclasses.field(default_factory=list)
@@ -45,6 +46,8 @@ class Request:
   stop_reason: int | str | None = None
   stats: SpeculativeStats = SpeculativeStats()
   hidden_states: np.ndarray | None = None
+  num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
+  key: Any = None  # of its random numbers, once it has one
 
   def __post_init__(self):
     self._detokenizer = Detokenizer(self.tokenizer, self.params.skip_special_tokens)

@@ -1,68 +1,158 @@
-"""Queues and admission: which request gets which slot and pages. No jax."""
+"""Queues, admission, preemption: which request gets which slot and pages. No jax."""
 
 from __future__ import annotations
 
-import collections
+import bisect
+import dataclasses
+import itertools
 from collections.abc import Iterator
 
-from jspec.pages import PageAllocator
+from jspec.pages import PageAllocator, PageKeys
 from jspec.request import Request
 
 
-class Scheduler:
-  """First come, first served. A request is admitted when a slot and all its pages are free.
+@dataclasses.dataclass(eq=False)
+class Tenant:
+  """A request in a slot. Preempted, it comes back as another tenant."""
 
-  All its pages: those for its prompt, its longest output and the draft tokens of a last step. So
-  an admitted request never has to wait for another one to finish.
+  request: Request
+  slot: int
+  order: tuple[int, int]  # priority, arrival
+  text: list[int]  # to prefill: the prompt, and what was generated before but the last token
+  pages: list[int]
+  done: int  # tokens of text in the cache, or on their way there
+  keys: PageKeys
+  is_active: bool = False  # all of text was prefilled: the device takes steps for it
+  in_flight: int = 0  # tokens at most that steps under way may commit
+
+  @property
+  def committed(self) -> int:
+    """Tokens whose KV is known to be in the cache, or on its way there by prefill."""
+    if not self.is_active:
+      return self.done
+    request = self.request
+    return len(request.prompt_ids) + max(0, len(request.tokens) - 1)
+
+
+class Scheduler:
+  """By priority, then first come, first served.
+
+  A request is admitted when a slot is free, and pages for its text and a step beyond it; it gets
+  more as it grows. Where none are left, the last in order is preempted: it gives up its slot
+  and pages and waits at its old place in the queue, to have its text computed again.
+
+  Args:
+    lookahead: positions a step may write beyond the committed tokens.
+    caching: whether pages are found again by their contents (prefix caching).
   """
 
-  def __init__(self, num_slots: int, num_pages: int, page_size: int, lookahead: int):
+  def __init__(self, num_slots: int, num_pages: int, page_size: int, lookahead: int,
+               caching: bool = True):
     self.page_size = page_size
-    self.lookahead = lookahead  # positions a step may write beyond the committed tokens
+    self.lookahead = lookahead
+    self.caching = caching
     self.allocator = PageAllocator(num_pages)
-    self.waiting: collections.deque[Request] = collections.deque()
-    self.running: dict[int, Request] = {}  # by slot
+    self.running: dict[int, Tenant] = {}  # by slot
+    self._waiting: list[tuple[tuple[int, int], Request]] = []  # in order
     self._free_slots = list(range(num_slots - 1, -1, -1))
-    self._pages: dict[int, list[int]] = {}
+    self._arrivals = itertools.count()
+    self.prefix_queries = self.prefix_hits = self.num_preemptions = 0
 
-  def pages_for(self, request: Request) -> int:
-    tokens = len(request.prompt_ids) + request.limit + self.lookahead
-    return -(-tokens // self.page_size)
+  @property
+  def waiting(self) -> list[Request]:
+    return [request for _, request in self._waiting]
+
+  @property
+  def num_waiting(self) -> int:
+    return len(self._waiting)
+
+  def _pages(self, num_tokens: int) -> int:
+    return -(-num_tokens // self.page_size)
+
+  def most_pages(self, request: Request) -> int:
+    """With its longest output, and the draft tokens of the last step."""
+    return self._pages(len(request.prompt_ids) + request.limit + self.lookahead)
 
   def add(self, request: Request) -> None:
-    if self.pages_for(request) > self.allocator.num_pages:
+    if self.most_pages(request) > self.allocator.num_pages:
       raise ValueError(
-          f"request {request.request_id} needs {self.pages_for(request)} pages of "
+          f"request {request.request_id} needs {self.most_pages(request)} pages of "
           f"{self.page_size} tokens, but the cache has {self.allocator.num_pages}: raise num_pages "
           "or lower max_tokens")
-    self.waiting.append(request)
+    self._enqueue((request.priority, next(self._arrivals)), request)
 
-  def admit(self) -> Iterator[tuple[int, Request, list[int]]]:
+  def _enqueue(self, order: tuple[int, int], request: Request) -> None:
+    bisect.insort(self._waiting, (order, request), key=lambda entry: entry[0])
+
+  def admit(self) -> Iterator[Tenant]:
     """Moves requests from the queue into slots, in order, as long as there is room."""
-    while self.waiting and self._free_slots:
-      needed = self.pages_for(self.waiting[0])
-      if needed > self.allocator.num_free:
+    while self._waiting and self._free_slots:
+      tenant = self._place(*self._waiting[0])
+      if tenant is None:
         return
-      request = self.waiting.popleft()
-      slot = self._free_slots.pop()
-      self._pages[slot] = self.allocator.allocate(needed)
-      self.running[slot] = request
-      yield slot, request, self._pages[slot]
+      del self._waiting[0]
+      self.running[tenant.slot] = tenant
+      yield tenant
 
-  def pages(self, slot: int) -> list[int]:
-    return self._pages[slot]
-
-  def finish(self, slot: int) -> None:
-    del self.running[slot]
-    self.allocator.free(self._pages.pop(slot))
-    self._free_slots.append(slot)
-
-  def abort(self, request: Request) -> int | None:
-    """Forgets the request; its slot if it had one."""
-    if request in self.waiting:
-      self.waiting.remove(request)
+  def _place(self, order: tuple[int, int], request: Request) -> Tenant | None:
+    """The request in a free slot, on pages with its text's beginning where these are there."""
+    text = [*request.prompt_ids, *request.tokens[:-1]]
+    keys = PageKeys(self.page_size)
+    found = self.allocator.find(keys.upto(text, len(text))) if self.caching else []
+    needed = self._pages(len(text) + self.lookahead) - len(found)
+    # The others' next pages: whoever comes in must not throw somebody out at once.
+    spare = self.allocator.num_free - self.allocator.num_idle(found) - len(self.running)
+    if needed > spare:
       return None
-    slot = next((s for s, r in self.running.items() if r is request), None)
-    if slot is not None:
-      self.finish(slot)
-    return slot
+    self.allocator.share(found)
+    pages = [*found, *self.allocator.allocate(needed)]
+    self.prefix_queries += len(text)
+    self.prefix_hits += len(found) * self.page_size
+    return Tenant(request, self._free_slots.pop(), order, text, pages,
+                  len(found) * self.page_size, keys)
+
+  def grow(self, tenant: Tenant, num_tokens: int) -> bool:
+    """Gives the tenant pages for that many tokens and a step beyond; False if too few are free."""
+    missing = self._pages(num_tokens + self.lookahead) - len(tenant.pages)
+    if missing > self.allocator.num_free:
+      return False
+    if missing > 0:
+      tenant.pages += self.allocator.allocate(missing)
+    return True
+
+  def last(self) -> Tenant:
+    """Whom to preempt."""
+    return max(self.running.values(), key=lambda tenant: tenant.order)
+
+  def preempt(self, tenant: Tenant) -> None:
+    """Back into the queue, with the tokens it has."""
+    self.num_preemptions += 1
+    self._leave(tenant)
+    self._enqueue(tenant.order, tenant.request)
+
+  def finish(self, tenant: Tenant) -> None:
+    self._leave(tenant)
+
+  def _leave(self, tenant: Tenant) -> None:
+    self.publish(tenant)
+    del self.running[tenant.slot]
+    self.allocator.free(tenant.pages)
+    self._free_slots.append(tenant.slot)
+
+  def publish(self, tenant: Tenant) -> None:
+    """Lets others find the tenant's full pages."""
+    if self.caching:
+      request = tenant.request
+      keys = tenant.keys.upto([*request.prompt_ids, *request.tokens], tenant.committed)
+      self.allocator.publish(tenant.pages[:len(keys)], keys)
+
+  def abort(self, request: Request) -> Tenant | None:
+    """Forgets the request; its tenant, if it had a slot."""
+    for i, (_, other) in enumerate(self._waiting):
+      if other is request:
+        del self._waiting[i]
+        return None
+    tenant = next((t for t in self.running.values() if t.request is request), None)
+    if tenant is not None:
+      self.finish(tenant)
+    return tenant

@@ -27,9 +27,12 @@ def empty_sampling(num_slots: int, vocab_size: int, num_words: int, word_len: in
       recent=whole(word_len - 1) + PAD_TOKEN)
 
 
-def sampling_row(params: SamplingParams, prompt_ids, tokenizer: Tokenizer,
-                 vocab_size: int) -> SlotSampling:
-  """The request's row: numpy, without the leading slot axis."""
+def sampling_row(params: SamplingParams, prompt_ids, tokenizer: Tokenizer, vocab_size: int,
+                 output_ids=()) -> SlotSampling:
+  """The request's row: numpy, without the leading slot axis.
+
+  output_ids: what was generated before a preemption.
+  """
   real, whole = np.float32, np.int32
   flags = np.zeros(vocab_size, np.uint8)
   ends = list(params.stop_token_ids) + ([] if params.ignore_eos else list(tokenizer.eos_ids))
@@ -44,8 +47,9 @@ def sampling_row(params: SamplingParams, prompt_ids, tokenizer: Tokenizer,
     if len(word) == 1:
       bias[word[0]] = -np.inf
   recent = np.full(MAX_BAD_WORD_TOKENS - 1, PAD_TOKEN, np.int32)
-  tail = list(prompt_ids)[-len(recent):]
+  tail = [*prompt_ids[-len(recent):], *output_ids][-len(recent):]
   recent[len(recent) - len(tail):] = tail
+  output = np.asarray(output_ids, whole)
   fields: dict[str, Any] = dict(
       temperature=real(params.temperature), top_k=whole(min(params.top_k, vocab_size)),
       top_p=real(params.top_p), min_p=real(params.min_p),
@@ -53,7 +57,7 @@ def sampling_row(params: SamplingParams, prompt_ids, tokenizer: Tokenizer,
       presence_penalty=real(params.presence_penalty),
       frequency_penalty=real(params.frequency_penalty), min_tokens=whole(params.min_tokens),
       logprobs=np.bool_(params.logprobs is not None), biased=np.bool_(bias.any()), bias=bias,
-      token_flags=flags, output_count=np.zeros(vocab_size, np.int32),
+      token_flags=flags, output_count=np.bincount(output, minlength=vocab_size).astype(whole),
       bad_words=_word_table([w for w in words if len(w) > 1]), recent=recent)
   return SlotSampling(**fields)
 

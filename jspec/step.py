@@ -36,7 +36,8 @@ from jspec.types import (
 def make_step(config: StepConfig, drafter: Drafter) -> Callable:
   """step(params, state) -> (state, StepOutput); params: {"target", "draft", "max_draft", "lag"}.
 
-  Not jitted: the caller jits it, donating the state.
+  Where config.measured, params has "cost" too, see plan. Not jitted: the caller jits it, donating
+  the state.
   """
   if config.widths[-1][0] < config.widths[0][0] * drafter.num_nodes:
     raise ValueError(f"widths {config.widths} hold no full tree of {drafter.num_nodes} nodes")
@@ -46,8 +47,11 @@ def make_step(config: StepConfig, drafter: Drafter) -> Callable:
       draft, draft_state = _propose(params, state, drafter)
       state = state.replace(draft=draft_state)
       draft = _within_limits(draft, state, params["max_draft"], drafter.max_depth)
-    keep, choice = plan(draft, state, config, params["lag"])
-    carry = state, empty_output(state, drafter.max_depth + 1, drafter, config.max_logprobs)
+    cost = params["cost"] if config.measured else None
+    keep, choice = plan(draft, state, config, params["lag"], cost)
+    output = empty_output(state, drafter.max_depth + 1, drafter, config.max_logprobs,
+                          len(config.widths))
+    carry = state, output.replace(ran=output.ran.at[choice].set(1))
     for i, (num_rows, num_nodes) in enumerate(config.widths):
       narrow, narrow_keep = jax.tree.map(lambda x, n=num_nodes: x[:, :n], (draft, keep))
       run = functools.partial(_advance, params, draft, narrow, narrow_keep, num_rows, config,
@@ -76,7 +80,8 @@ def make_multi_step(config: StepConfig, drafter: Drafter, max_steps: int) -> Cal
       state, new = step(params, state)
       return i + 1, state, append(output, new)
 
-    output = empty_output(state, max_steps * width, drafter, config.max_logprobs)
+    output = empty_output(state, max_steps * width, drafter, config.max_logprobs,
+                          len(config.widths))
     num_steps = jnp.minimum(num_steps, max_steps)
     return jax.lax.while_loop(go_on, body, (jnp.int32(0), state, output))[1:]
 
@@ -134,6 +139,12 @@ def admit(state: SpecState, slot: jax.Array, request: SlotRequest) -> SpecState:
       accepted=put(state.accepted, PRIOR[0]), tested=put(state.tested, PRIOR[1]),
       key=put(state.key, request.key),
       sampling=jax.tree.map(put, state.sampling, request.sampling))
+
+
+def resume(state: SpecState, slot: jax.Array, root: jax.Array, num_output: jax.Array) -> SpecState:
+  """Goes on with a request whose text was prefilled again, its last token `root` excepted."""
+  return state.replace(root=state.root.at[slot].set(root), active=state.active.at[slot].set(True),
+                       num_output=state.num_output.at[slot].set(num_output))
 
 
 def release(state: SpecState, slot: jax.Array) -> SpecState:

@@ -11,7 +11,8 @@ from jspec.drafters.base import Drafter
 from jspec.types import PAD_TOKEN, Committed, SpecState, StepOutput, Verdict
 
 
-def empty_output(state: SpecState, size: int, drafter: Drafter, num_top: int) -> StepOutput:
+def empty_output(state: SpecState, size: int, drafter: Drafter, num_top: int,
+                 num_widths: int) -> StepOutput:
   b = state.root.shape[0]
   zeros = lambda *shape, dtype=jnp.int32: jnp.zeros((b, *shape), dtype)
   return StepOutput(
@@ -19,7 +20,7 @@ def empty_output(state: SpecState, size: int, drafter: Drafter, num_top: int) ->
       top_token=zeros(size, num_top), top_logprob=zeros(size, num_top, dtype=jnp.float32),
       rank=zeros(size), drafted=zeros(size, dtype=bool), finished=zeros(dtype=bool),
       num_steps=zeros(), num_drafts=zeros(), drafted_at=zeros(drafter.num_nodes),
-      accepted_at=zeros(drafter.max_depth + 1))
+      accepted_at=zeros(drafter.max_depth + 1), ran=jnp.zeros(num_widths, jnp.int32))
 
 
 def describe(output: StepOutput, logits, vocab_parts: int, row, verdict: Verdict,

@@ -142,6 +142,7 @@ class StepOutput(flax.struct.PyTreeNode):
   num_drafts: jax.Array  # i32[B], of those, the ones with a draft
   drafted_at: jax.Array  # i32[B, N], steps by number of draft tokens verified
   accepted_at: jax.Array  # i32[B, D + 1], drafting steps by number of draft tokens accepted
+  ran: jax.Array  # i32[W], steps at each of StepConfig.widths
 
 
 class FirstToken(flax.struct.PyTreeNode):

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 
 from jspec import hub, step, tree
 from jspec.config import EngineConfig
+from jspec.device import initial_state
 from jspec.drafters.eagle import eagle
 from jspec.drafters.none import none
-from jspec.engine import initial_state
 from jspec.head_config import EagleConfig
 from jspec.head_init import init_head
 from jspec.types import Committed, Slots

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 
 from jspec import hub, step
 from jspec.config import EngineConfig, Verification
+from jspec.device import initial_state
 from jspec.drafters.base import Drafter
-from jspec.engine import initial_state
 from jspec.types import NO_PARENT, DraftTree
 
 DRAFTS = (0, 3, 7)

@@ -72,7 +72,7 @@ COPIES = {"copy", "copy-start", "concatenate", "select", "pad", "broadcast", "co
 def test_pages_are_updated_in_place(method, dtype):
   llm = tiny_llm(method, dtype=dtype)
   step = llm.engine.compiled_step()
-  pages = llm.engine._state.pages.k[0]
+  pages = llm.engine.device.state.pages.k[0]
   models = 2 if method == "draft_model" else 1
   pool = models * 2 * llm.config.num_layers * pages.nbytes
   memory = step.memory_analysis()
@@ -101,7 +101,7 @@ def test_no_whole_weight_is_converted_to_float32_in_bfloat16():
 
 def test_the_state_is_donated():
   llm = tiny_llm("ngram")
-  before = llm.engine._state
+  before = llm.engine.device.state
   llm.generate("abc", greedy(max_tokens=3))
   assert all(x.is_deleted() for x in jax.tree.leaves(before.pages))
 
@@ -155,17 +155,25 @@ def test_abort_in_the_middle_frees_slot_and_pages():
     next(stream)
   assert len(scheduler.running) == 4 and len(scheduler.waiting) == 1
   stream.close()
-  assert is_idle(llm) and not np.asarray(llm.engine._state.active).any()
+  assert is_idle(llm) and not np.asarray(llm.engine.device.state.active).any()
   assert tokens(llm, ["the cat"], greedy(max_tokens=30, ignore_eos=True)) == expected
 
 
 @pytest.mark.parametrize("method, draft", [*(("ngram", k) for k in range(K + 1)),
                                            *(("draft_model", k) for k in range(4)), ("none", 0)])
-def test_max_model_len_is_reached_exactly(method, draft):
-  """Drafts never pass the end: a neighbour's text and pages nobody owns stay as they were."""
+def test_max_model_len_is_reached_exactly(method, draft, monkeypatch):
+  """Drafts never pass the end: a neighbour's text and pages nobody was given stay as they were."""
   llm = tiny_llm(method)
   neighbour = greedy(max_tokens=40, ignore_eos=True)
   expected = tokens(llm, ["the cat and"], neighbour)[0]
+
+  def pools():
+    state = llm.engine.device.state
+    return jax.tree.leaves((state.pages, state.draft.pages if method == "draft_model" else ()))
+
+  before, allocator, given = [np.array(pool) for pool in pools()], llm.engine.scheduler.allocator, []
+  allocate = allocator.allocate
+  monkeypatch.setattr(allocator, "allocate", lambda n: given.append(allocate(n)) or given[-1])
   for left in (1, 2, 3, K + 1, 20):
     prompt = ([5, 6, 7] * MAX_LEN)[:MAX_LEN - left]
     params = greedy(max_tokens=None, ignore_eos=True, num_speculative_tokens=draft)
@@ -174,10 +182,10 @@ def test_max_model_len_is_reached_exactly(method, draft):
     assert list(beside.token_ids) == expected
     if draft == 0:
       assert out.speculation.num_draft_tokens == 0
-  used = OPTIONS["max_num_seqs"] * llm._engine_config.pages_per_slot(llm.engine.drafter.num_nodes)
-  pools = jax.tree.leaves((llm.engine._state.pages, getattr(llm.engine._state.draft, "pages", ())))
-  assert all((np.asarray(pool[used:]) == 0).all() and np.asarray(pool[:used]).any()
-             for pool in pools)
+  others = np.setdiff1d(np.arange(allocator.num_pages), np.concatenate(given))
+  assert 0 < len(others) < allocator.num_pages
+  for old, pool in zip(before, pools(), strict=True):
+    np.testing.assert_array_equal(np.asarray(pool)[others], old[others])
 
 
 def test_a_draft_model_equal_to_the_target_has_every_draft_accepted():

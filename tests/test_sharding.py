@@ -81,7 +81,7 @@ def test_tokens_are_a_single_devices(method, tp, draft_tp):
   got, llm = answers(method, tp, draft_tp)
   assert_same(got, alone(method))
   assert sum(a.speculation.num_accepted_tokens for a in got) > 0
-  (shard,) = {a.sharding.shard_shape(a.shape) for a in llm.engine._state.pages.k}
+  (shard,) = {a.sharding.shard_shape(a.shape) for a in llm.engine.device.state.pages.k}
   assert shard == (128, 8, 8 * max(2, tp) // tp)
 
 
@@ -98,7 +98,7 @@ def test_replicas_share_the_requests():
 def test_eight_bit_pages_are_split_with_their_scales():
   got, llm = answers("ngram", 4, kv_cache_dtype="int8")
   assert_same(got, answers("ngram", 1, kv_cache_dtype="int8")[0])
-  pages = llm.engine._state.pages
+  pages = llm.engine.device.state.pages
   assert pages.k[0].dtype == jnp.int8
   assert pages.k_scale[0].sharding.shard_shape(pages.k_scale[0].shape) == (128, 1, 8)
 

@@ -21,8 +21,9 @@ from jspec.compile_check import chips, hlo, models
 from jspec.compile_check.case import Case, missing_compiler
 from jspec.compile_check.chips import Chip
 from jspec.config import EngineConfig, ModelConfig
+from jspec.device import initial_state
 from jspec.drafters import DRAFTERS, DrafterSetup
-from jspec.engine import MAX_STEPS, initial_state
+from jspec.engine import MAX_STEPS
 from jspec.head_config import HeadConfig
 from jspec.head_init import init_head
 from jspec.placement import place
