@@ -7,11 +7,14 @@ READY := $(VENV)/.ready
 AOT := .venv-aot
 AOT_READY := $(AOT)/.ready
 
-.PHONY: demo train-demo test lint types aot check clean
+.PHONY: demo serve-demo train-demo test lint types aot check clean
 
 demo: $(READY)  # a real model writes with speculation, then is timed against plain decoding
 	$(BIN)/jspec generate --show-drafts --max-tokens 128 --file scripts/demo_prompt.txt
 	$(BIN)/jspec bench --max-tokens 64 --repeats 1
+
+serve-demo: $(READY)  # a server on free ports answers over gRPC and over HTTP, then drains and stops
+	$(BIN)/python scripts/serve_demo.py
 
 train-demo: $(READY)  # writes its own data, trains a small head, measures it on held-out prompts of that kind
 	$(BIN)/python -m training.generate --prompts training/configs/demo_prompts.jsonl \
@@ -38,12 +41,12 @@ check: lint types test
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("jspec needs Python 3.11 or newer, this is " + sys.version)'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev,train]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev,train,serve]"
 	touch $@
 
 $(AOT_READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(AOT)
-	$(AOT)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev,train,aot]"
+	$(AOT)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev,train,serve,aot]"
 	touch $@
 
 clean:

@@ -6,7 +6,8 @@ import asyncio
 import collections
 import queue
 import threading
-from collections.abc import AsyncIterator, Sequence
+import uuid
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, NamedTuple
 
 from jspec.llm import LLM, Group
@@ -54,7 +55,7 @@ class AsyncLLM:
 
   async def generate(self, prompt: str | Sequence[int], params: SamplingParams | None = None, *,
                      request_id: str | None = None,
-                     priority: int = 0) -> AsyncIterator[RequestOutput]:
+                     priority: int = 0) -> AsyncGenerator[RequestOutput, None]:
     """Snapshots of the request as tokens come, the last one finished.
 
     A reader that falls behind misses snapshots, never tokens: each holds all so far. Leaving the
@@ -68,9 +69,13 @@ class AsyncLLM:
       ValueError: for what cannot be served as asked. QueueFull, Draining, EngineDead: see there.
     """
     self._check_open()
+    params = params or SamplingParams()
+    most = self.max_waiting + self.llm.max_num_seqs
+    if params.n > most:
+      raise ValueError(f"n={params.n} exceeds the {most} requests that this server holds")
+    request_id = uuid.uuid4().hex if request_id is None else request_id
     # Checking may tokenize a long text: other requests go on meanwhile.
-    group = await asyncio.to_thread(self.llm.prepare, prompt, params or SamplingParams(),
-                                    request_id, priority)
+    group = await asyncio.to_thread(self.llm.prepare, prompt, params, request_id, priority)
     stream = self._add(group)
     try:
       while True:

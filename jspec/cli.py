@@ -1,4 +1,4 @@
-"""The command line: jspec generate | chat | bench | compile-check | models."""
+"""The command line: jspec generate | chat | serve | bench | compile-check | models."""
 
 from __future__ import annotations
 
@@ -77,6 +77,12 @@ def build_parser() -> argparse.ArgumentParser:
                          help="auto: on a terminal, unless NO_COLOR is set")
     add_engine_flags(command)
     add_sampling_flags(command, max_tokens=256)
+
+  from serving.command import add_serve_flags, run_serve
+  serve = commands.add_parser("serve", help="answer over gRPC and OpenAI-compatible HTTP")
+  add_engine_flags(serve)
+  add_serve_flags(serve)
+  serve.set_defaults(run=run_serve)
 
   from jspec.bench.command import add_bench_flags, run_bench
   bench = commands.add_parser("bench", help="time plain against speculative decoding")

@@ -195,6 +195,8 @@ class LLM:
     return self._finished(self._requests(prompts, params))
 
   def encode_chat(self, messages: Messages, add_generation_prompt: bool = True) -> list[int]:
+    """The messages' token ids, through the model's chat template."""
+    self._check_characters(sum(len(str(m.get("content", ""))) for m in messages))
     return self.tokenizer.apply_chat_template(messages, add_generation_prompt)
 
   def warm_up(self, progress: bool | None = None) -> None:
@@ -232,6 +234,8 @@ class LLM:
   def prepare(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None,
               priority: int = 0) -> Group:
     """A prompt and its params as requests for the engine; ValueError if they cannot be served."""
+    if isinstance(prompt, str):
+      self._check_characters(len(prompt))
     ids = tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
     bad = [t for t in ids
            if not isinstance(t, numbers.Integral) or not 0 <= t < self.config.vocab_size]
@@ -248,6 +252,12 @@ class LLM:
       requests.append(Request(name, i, ids, own, limit, self.tokenizer,
                               priority=priority))
     return Group(name, prompt if isinstance(prompt, str) else None, requests)
+
+  def _check_characters(self, count: int) -> None:
+    """Refuses what is too long whatever its tokens are: to find them would take its time."""
+    if count > self.max_model_len * self.tokenizer.longest_token:
+      raise ValueError(f"the prompt has {count} characters, more than any text of max_model_len="
+                       f"{self.max_model_len} tokens")
 
   def _finished(self, groups: list[Group]) -> Iterator[RequestOutput]:
     running = {group.request_id: group for group in groups}

@@ -66,6 +66,24 @@ class Tokenizer:
     return (spelled or "") if "\ufffd" in text or not text else text
 
   @functools.cached_property
+  def longest_token(self) -> int:
+    """No token stands for more characters than this."""
+    return max(map(len, self.backend.get_vocab(with_added_tokens=True)))
+
+  def token_bytes(self, token: int) -> bytes | None:
+    """A token's UTF-8, which may be less than a character; None if it has none."""
+    text = self.decode([token], skip_special_tokens=False)
+    if "\ufffd" not in text:
+      return text.encode()
+    spelled = self.backend.id_to_token(token) or ""
+    if _BYTE_TOKEN.fullmatch(spelled):
+      return bytes.fromhex(spelled[3:5])
+    try:
+      return bytes(map(_BYTE_OF.__getitem__, spelled))
+    except KeyError:
+      return None
+
+  @functools.cached_property
   def special_ids(self) -> frozenset[int]:
     """Ids that decode leaves out."""
     added = self.backend.get_added_tokens_decoder()

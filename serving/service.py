@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 from jspec import AsyncLLM, CompletionOutput, Logprob, RequestOutput, SamplingParams
 from serving.metrics import Metrics
@@ -33,29 +34,30 @@ class Service:
 
   async def stream(self, prompt: str | Sequence[int], params: SamplingParams, *,
                    request_id: str | None = None, priority: int = 0
-                   ) -> AsyncIterator[tuple[RequestOutput, list[Delta]]]:
+                   ) -> AsyncGenerator[tuple[RequestOutput, list[Delta]], None]:
     """Each snapshot of the request with what is new in it; the last one is finished.
 
     Raises what AsyncLLM.generate raises. Leaving it ends the request.
     """
     shown: dict[int, CompletionOutput] = {}
-    output = None
-    with self.metrics.request() as observe:
-      async for output in self.engine.generate(prompt, params, request_id=request_id,
-                                               priority=priority):
-        observe(output)
-        deltas = [_delta(shown.get(out.index), out) for out in output.outputs]
-        shown = {out.index: out for out in output.outputs}
-        yield output, [d for d in deltas if d is not None]
+    snapshots = self.engine.generate(prompt, params, request_id=request_id, priority=priority)
+    with self.metrics.request(params) as observe:
+      async with contextlib.aclosing(snapshots):  # leaving it is what frees the slot
+        async for output in snapshots:
+          observe(output)
+          deltas = [_delta(shown.get(out.index), out) for out in output.outputs]
+          shown = {out.index: out for out in output.outputs}
+          yield output, [d for d in deltas if d is not None]
 
   async def complete(self, prompt: str | Sequence[int], params: SamplingParams, *,
                      request_id: str | None = None, priority: int = 0) -> RequestOutput:
     """The finished output."""
-    output = None
-    async for output, _ in self.stream(prompt, params, request_id=request_id, priority=priority):
-      pass
-    assert output is not None
-    return output
+    stream = self.stream(prompt, params, request_id=request_id, priority=priority)
+    async with contextlib.aclosing(stream):
+      async for output, _ in stream:
+        if output.finished:
+          return output
+    raise AssertionError("a stream ends with a finished output")
 
 
 def _delta(before: CompletionOutput | None, now: CompletionOutput) -> Delta | None:

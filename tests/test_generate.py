@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import json
 
 import numpy as np
@@ -41,7 +42,7 @@ def made(speculation, keywords):
 def shared_llm(target, speculative_config, progress=False, **keywords):
   """For LLM: one for all runs alike, so that its programs are compiled once; as good as new."""
   llm = made(json.dumps(speculative_config), tuple(sorted(keywords.items())))
-  llm._num_requests = 0
+  llm._numbers = itertools.count()
   return llm
 
 

@@ -1,0 +1,248 @@
+"""`jspec serve`: flags, checked before a model is loaded, and the run.
+
+Without heavy imports: `jspec --help` must work where the extra `serve` is not installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import logging
+import math
+import os
+import pathlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jspec import cli
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+KEY_VARIABLE = "JSPEC_API_KEY"
+_NEEDED = {  # package -> module
+  "prometheus_client": "prometheus_client", "grpcio": "grpc",
+  "grpcio-health-checking": "grpc_health", "grpcio-reflection": "grpc_reflection",
+  "fastapi": "fastapi", "uvicorn": "uvicorn",
+}
+_SHORTCUTS = {  # flag's destination -> key of --speculative-config
+  "spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens",
+  "speculative_disable_by_batch_size": "disable_by_batch_size",
+}
+_ENGINE = ("num_pages", "enable_prefix_caching", "max_num_batched_tokens", "dynamic_speculation",
+           "seed")
+MAX_STEPS = 16  # jspec.engine's, which brings jax along; a test compares them
+_RANGES: dict[str, tuple[float, float]] = {  # destination -> what is allowed
+  "port": (0, 2**16 - 1), "grpc_port": (0, 2**16 - 1), "num_scheduler_steps": (1, MAX_STEPS),
+  "max_queue": (1, math.inf), "max_body_bytes": (1, 2**31 - 1),  # gRPC's sizes are 32 bits
+  "max_num_batched_tokens": (1, math.inf), "num_pages": (1, math.inf), "spec_tokens": (1, math.inf),
+  "speculative_disable_by_batch_size": (2, math.inf), "drain_timeout": (0, 1e6),
+}
+_INSTEAD = {  # vLLM's flags without a meaning here -> what to do
+  "--gpu-memory-utilization": "the KV cache has --num-pages pages, or room for --max-num-seqs "
+                              "requests of --max-model-len tokens: set those",
+  "--kv-cache-memory-bytes": "use --num-pages",
+  "--num-gpu-blocks-override": "use --num-pages",
+  "--block-size": "use --page-size",
+  "--swap-space": "preempted requests are computed anew, nothing is swapped: leave it out",
+  "--cpu-offload-gb": "weights stay on the device: leave it out",
+  "--enforce-eager": "every step is compiled: leave it out",
+  "--trust-remote-code": "no code from model repositories is run: leave it out",
+  "--enable-chunked-prefill": "prompts are always read in chunks, of --max-num-batched-tokens "
+                              "at most: leave it out",
+  "--pipeline-parallel-size": "use --tensor-parallel-size and --data-parallel-size",
+  "--distributed-executor-backend": "one process runs all devices: leave it out",
+  "--quantization": "a GGUF file brings its own; --kv-cache-dtype is the cache's",
+  "--load-format": "the format is read from the files: leave it out",
+  "--tokenizer": "the model's own is used: leave it out",
+  "--download-dir": "use --cache-dir",
+  "--chat-template": "the model's own is used: leave it out",
+  "--enable-lora": "adapters are not supported: merge them into the weights",
+  "--enable-auto-tool-choice": "tool calls are not supported: leave it out",
+  "--disable-log-requests": "requests are never logged: leave it out",
+  "--enable-log-requests": "requests are never logged: leave it out",
+  "--disable-log-stats": "use --log-level warning",
+  "--uvicorn-log-level": "use --log-level",
+  "--ssl-cert-reqs": "--ssl-ca-certs makes the gRPC port ask for certificates",
+}
+
+
+class _Refused(argparse.Action):
+  """A flag of vLLM's that is refused with a hint."""
+
+  def __call__(self, parser, namespace, values, option_string=None):
+    hint = _INSTEAD[self.option_strings[0]]
+    parser.error(f"{option_string} is vLLM's and has no meaning here: {hint}")
+
+
+def add_serve_flags(parser: argparse.ArgumentParser) -> None:
+  """What a server has beside the engine's flags, in the spelling of vLLM."""
+  parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="the same as --model")
+  _add_doors(parser.add_argument_group("addresses and access"))
+  group = parser.add_argument_group("scheduling")
+  group.add_argument("--max-queue", type=int, default=1024, metavar="N", help="requests that may "
+                     "wait for a slot; more are refused (default: %(default)s)")
+  group.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="of prompts, between "
+                     "two steps of the requests that are being answered")
+  group.add_argument("--num-pages", type=int, metavar="N", help="of the KV cache (default: enough "
+                     "for --max-num-seqs requests of --max-model-len tokens)")
+  group.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction,
+                     help="keep pages for requests that begin alike (default: yes)")
+  group.add_argument("--num-scheduler-steps", type=int, default=1, metavar="N", help="steps "
+                     "between two looks at who came and who went (default: %(default)s)")
+  group.add_argument("--drain-timeout", type=float, default=30.0, metavar="SECONDS",
+                     help="for running requests to end after SIGTERM (default: %(default)g)")
+  group.add_argument("--seed", type=int, help="of the requests that have none of their own")
+  group.add_argument("--log-level", choices=LOG_LEVELS, default="info")
+  group = parser.add_argument_group("more about speculation")
+  group.add_argument("--dynamic-speculation", action=argparse.BooleanOptionalAction,
+                     help="step times are measured and decide how much is drafted (default: no)")
+  group.add_argument("--speculative-disable-by-batch-size", type=int, metavar="N",
+                     help="no drafts while this many requests run")
+  group.add_argument("--spec-method", metavar="METHOD", help="method of --speculative-config")
+  group.add_argument("--spec-model", metavar="MODEL", help="model of --speculative-config")
+  group.add_argument("--spec-tokens", type=int, metavar="K",
+                     help="num_speculative_tokens of --speculative-config")
+  for flag in _INSTEAD:
+    parser.add_argument(flag, nargs="*", action=_Refused, help=argparse.SUPPRESS)
+
+
+def _add_doors(group: Any) -> None:
+  group.add_argument("--host", default="127.0.0.1", help="0.0.0.0 serves other machines, too "
+                     "(default: %(default)s)")
+  group.add_argument("--port", type=int, default=8000,
+                     help="of HTTP; 0 picks a free one (default: %(default)s)")
+  group.add_argument("--grpc-port", type=int, default=50051,
+                     help="0 picks a free one (default: %(default)s)")
+  group.add_argument("--no-http", action="store_true", help="gRPC only")
+  group.add_argument("--no-grpc", action="store_true", help="HTTP only")
+  group.add_argument("--served-model-name", metavar="NAME",
+                     help="what clients call the model (default: as in --model)")
+  group.add_argument("--api-key", action="append", default=[], metavar="KEY", help="clients must "
+                     "send one of these; may be repeated. Everybody on this machine can see it in "
+                     f"the list of processes: {KEY_VARIABLE} (separated by commas) or "
+                     "--api-key-file can't be seen")
+  group.add_argument("--api-key-file", type=pathlib.Path, metavar="FILE", help="one key per line")
+  group.add_argument("--ssl-certfile", type=pathlib.Path, metavar="FILE", help="PEM, with the "
+                     "chain; turns TLS on")
+  group.add_argument("--ssl-keyfile", type=pathlib.Path, metavar="FILE", help="PEM, unencrypted")
+  group.add_argument("--ssl-ca-certs", type=pathlib.Path, metavar="FILE", help="gRPC clients must "
+                     "show a certificate signed by one of these (HTTP clients need not: add "
+                     "--no-http or an API key)")
+  group.add_argument("--max-body-bytes", type=int, default=4 * 2**20, metavar="N",
+                     help="of a request, HTTP or gRPC (default: %(default)s)")
+
+
+def run_serve(arguments: argparse.Namespace) -> int:
+  """Checks everything that can be checked without the model, then serves until a signal."""
+  _check(arguments)
+  keys = api_keys(arguments.api_key, arguments.api_key_file, os.environ)
+  load = loader(arguments)
+  _check_installed()
+  from serving import grpc_server, http_server, server  # here: what they import may be missing
+  own = {"host": arguments.host, "tokens": keys, "ssl_certfile": arguments.ssl_certfile,
+         "ssl_keyfile": arguments.ssl_keyfile}
+  settings = server.Settings(
+      model_name=arguments.served_model_name or model_name(_model(arguments)),
+      http=None if arguments.no_http else http_server.Options(
+          port=arguments.port, max_body_bytes=arguments.max_body_bytes, **own),
+      grpc=None if arguments.no_grpc else grpc_server.Options(
+          port=arguments.grpc_port, max_message_bytes=arguments.max_body_bytes,
+          ssl_ca_certs=arguments.ssl_ca_certs, **own),
+      max_queue=arguments.max_queue, steps_per_turn=arguments.num_scheduler_steps,
+      drain_timeout=arguments.drain_timeout)
+  level = logging.getLevelName(arguments.log_level.upper())
+  logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr,
+                      level=max(level, logging.WARNING))
+  logging.getLogger("serving").setLevel(level)
+  return server.run(load, settings)
+
+
+def loader(arguments: argparse.Namespace) -> Callable[[], Any]:
+  """Makes the LLM that the flags describe; whatever the flags alone can get wrong is raised now."""
+  config, older = speculation(arguments)
+  engine = cli.engine_arguments(arguments)
+  given = {name: value for name in _ENGINE if (value := vars(arguments)[name]) is not None}
+  model = _model(arguments)
+  return lambda: cli.load_llm(model, speculative_config=config, **older, **engine, **given)
+
+
+def speculation(arguments: argparse.Namespace) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+  """cli.speculation with this command's shortcuts among the keys of --speculative-config."""
+  shortcuts = {key: value for name, key in _SHORTCUTS.items()
+               if (value := vars(arguments)[name]) is not None}
+  if arguments.no_speculation and (shortcuts or arguments.dynamic_speculation):
+    raise ValueError("--no-speculation contradicts the other speculation flags")
+  config = arguments.speculative_config
+  for name, key in _SHORTCUTS.items():
+    if key in shortcuts and key in {str(k).replace("-", "_") for k in config or ()}:
+      raise ValueError(f"--{name.replace('_', '-')} and the key {key} of --speculative-config are "
+                       "the same: give one of them")
+  if shortcuts:
+    config = {**(config or {}), **shortcuts}
+  return cli.speculation(argparse.Namespace(**{**vars(arguments), "speculative_config": config}))
+
+
+def api_keys(given: list[str], file: pathlib.Path | None,
+             environment: Mapping[str, str]) -> tuple[str, ...]:
+  """The keys of all three sources; none at all lets everybody in."""
+  sources = [("--api-key", given)]
+  if KEY_VARIABLE in environment:
+    sources.append((KEY_VARIABLE, environment[KEY_VARIABLE].split(",")))
+  if file is not None:
+    lines = [line.strip() for line in _read(file, "--api-key-file").splitlines()]
+    if not any(lines):
+      raise ValueError(f"--api-key-file {file} holds no key")
+    sources.append((f"--api-key-file {file}", [line for line in lines if line]))
+  for source, keys in sources:
+    # The keys themselves stay out of messages, which end up in logs.
+    if not all(key and key.isascii() and key.isprintable() and " " not in key for key in keys):
+      raise ValueError(f"{source} holds a key that is empty or has characters other than visible "
+                       "ASCII ones")
+  return tuple(dict.fromkeys(key for _, keys in sources for key in keys))
+
+
+def model_name(model: str) -> str:
+  """As clients see it: a path on this machine is none of their business."""
+  path = pathlib.Path(model)
+  return path.resolve().name if path.exists() else model
+
+
+def _model(arguments: argparse.Namespace) -> str:
+  if arguments.model_tag is None:
+    return arguments.model
+  if arguments.model not in (cli.DEFAULT_MODEL, arguments.model_tag):
+    raise ValueError(f"the model is given twice: {arguments.model_tag!r} and "
+                     f"--model {arguments.model!r}")
+  return arguments.model_tag
+
+
+def _check(arguments: argparse.Namespace) -> None:
+  if arguments.no_http and arguments.no_grpc:
+    raise ValueError("--no-http and --no-grpc leave nothing to serve")
+  for name, (low, high) in _RANGES.items():
+    value = vars(arguments)[name]
+    if value is not None and not low <= value <= high:
+      allowed = f">= {low}" if high == math.inf else f"in {low}..{high:.0f}"
+      raise ValueError(f"--{name.replace('_', '-')} must be {allowed}, got {value}")
+  if arguments.port == arguments.grpc_port != 0 and not (arguments.no_http or arguments.no_grpc):
+    raise ValueError(f"--port and --grpc-port are both {arguments.port}: they must differ")
+  if arguments.ssl_ca_certs is not None and arguments.no_grpc:
+    raise ValueError("--ssl-ca-certs is about gRPC clients, and --no-grpc lets none in")
+  if arguments.served_model_name is not None and not arguments.served_model_name.strip():
+    raise ValueError("--served-model-name must not be empty")
+
+
+def _read(path: pathlib.Path, flag: str) -> str:
+  try:
+    return path.read_text(encoding="utf-8")
+  except OSError as error:
+    raise ValueError(f"{flag}: can't read {path}: {error.strerror}") from None
+  except UnicodeDecodeError:
+    raise ValueError(f"{flag}: {path} is not a text file") from None
+
+
+def _check_installed() -> None:
+  missing = [package for package, module in _NEEDED.items()
+             if importlib.util.find_spec(module) is None]
+  if missing:
+    raise ValueError(f"jspec serve needs {', '.join(missing)}: pip install \"jspec[serve]\"")

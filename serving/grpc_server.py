@@ -1,0 +1,345 @@
+"""The gRPC door: jspec.v1.Jspec over grpc.aio, with health checks and reflection."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import logging
+import pathlib
+import ssl
+import uuid
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from jspec import Draining, EngineDead, QueueFull, __version__
+from serving import jspec_pb2 as pb
+from serving.auth import Tokens
+from serving.params import (
+  BadField,
+  check_known,
+  generate_reply,
+  messages,
+  naming_the_field,
+  sampling_params,
+  stats_reply,
+)
+from serving.service import Service
+
+SERVICE = pb.DESCRIPTOR.services_by_name["Jspec"].full_name
+HEALTH_SERVICES = ("", SERVICE)
+HEALTH_INTERVAL = 0.25  # seconds between two looks at the engine
+FLUSH = 1.0  # seconds at most for the last answers to leave, once all have been made
+MAX_DETAILS = 400  # characters of an error: it travels in a header, which may have 8 KiB
+CODES: dict[type[Exception], grpc.StatusCode] = {
+  BadField: grpc.StatusCode.INVALID_ARGUMENT, QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
+  Draining: grpc.StatusCode.UNAVAILABLE, EngineDead: grpc.StatusCode.UNAVAILABLE}
+# A client that vanished without a word is noticed after keepalive's time and timeout, and its
+# requests end; clients may ping as often as every ten seconds, streams or not.
+CHANNEL = (("grpc.so_reuseport", 0),  # else two servers could share a port, each unaware
+           ("grpc.keepalive_time_ms", 60_000), ("grpc.keepalive_timeout_ms", 20_000),
+           ("grpc.keepalive_permit_without_calls", 1), ("grpc.http2.max_pings_without_data", 0),
+           ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000))
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+  """How the door is reached.
+
+  Args:
+    port: 0 takes a free one. tokens: bearer tokens, one of which each call must bring; none: open.
+    ssl_certfile, ssl_keyfile: PEM files, the server's certificate with its chain, and its key.
+    ssl_ca_certs: PEM file of those who sign clients' certificates, which are then required.
+    max_message_bytes: of a request; longer ones are refused before they are read.
+  """
+
+  host: str = "127.0.0.1"
+  port: int = 50051
+  tokens: Sequence[str] = dataclasses.field(default=(), repr=False)
+  ssl_certfile: str | pathlib.Path | None = None
+  ssl_keyfile: str | pathlib.Path | None = None
+  ssl_ca_certs: str | pathlib.Path | None = None
+  max_message_bytes: int = 4 << 20
+
+  def __post_init__(self):
+    Tokens(self.tokens)
+    if not 0 <= self.port <= 65535:
+      raise ValueError(f"port must be in 0..65535, got {self.port}")
+    if self.max_message_bytes < 1:
+      raise ValueError(f"max_message_bytes must be >= 1, got {self.max_message_bytes}")
+    if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+      raise ValueError("ssl_certfile and ssl_keyfile go together, got "
+                       f"{self.ssl_certfile} and {self.ssl_keyfile}")
+    if self.ssl_ca_certs is not None and self.ssl_certfile is None:
+      raise ValueError("ssl_ca_certs needs ssl_certfile and ssl_keyfile: clients show their "
+                       "certificates over TLS only")
+    self.credentials()
+
+  def credentials(self) -> grpc.ServerCredentials | None:
+    """What the files hold, None without any; ValueError where they cannot be used."""
+    if self.ssl_certfile is None or self.ssl_keyfile is None:
+      return None
+    certificate = _read("ssl_certfile", self.ssl_certfile)
+    key = _read("ssl_keyfile", self.ssl_keyfile)
+    # gRPC would accept anything here and refuse every client later.
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+      context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile, password=lambda: "")
+    except (ssl.SSLError, ValueError) as error:
+      raise ValueError(f"ssl_certfile={self.ssl_certfile} and ssl_keyfile={self.ssl_keyfile} must "
+                       "be a certificate and its key, in PEM without a passphrase: "
+                       f"{error}") from None
+    if self.ssl_ca_certs is None:
+      return grpc.ssl_server_credentials([(key, certificate)])
+    signers = _read("ssl_ca_certs", self.ssl_ca_certs)
+    try:
+      context.load_verify_locations(self.ssl_ca_certs)
+    except ssl.SSLError as error:
+      raise ValueError(f"ssl_ca_certs={self.ssl_ca_certs} must hold certificates in PEM: "
+                       f"{error}") from None
+    return grpc.ssl_server_credentials([(key, certificate)], signers, require_client_auth=True)
+
+
+def _read(name: str, path: str | pathlib.Path) -> bytes:
+  try:
+    return pathlib.Path(path).read_bytes()
+  except OSError as error:
+    raise ValueError(f"{name}={path} cannot be read: {error.strerror}") from None
+
+
+async def start(service: Service, options: Options | None = None) -> GrpcServer:
+  """A server that answers on options.host; OSError if it cannot listen there."""
+  options = options or Options()
+  credentials = options.credentials()
+  server = grpc.aio.server(
+      interceptors=[_Guard(Tokens(options.tokens))],
+      options=[*CHANNEL, ("grpc.max_receive_message_length", options.max_message_bytes)])
+  door, checks = _Door(service), health.aio.HealthServicer()
+  server.add_generic_rpc_handlers((_handlers(door),))
+  health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+  reflection.enable_server_reflection(
+      (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+  address = f"[{options.host}]" if ":" in options.host else options.host
+  address += f":{options.port}"
+  try:
+    port = (server.add_insecure_port(address) if credentials is None
+            else server.add_secure_port(address, credentials))
+  except RuntimeError:
+    raise OSError(f"cannot listen on {address}: the port is taken, or the address is not this "
+                  "machine's") from None
+  handle = GrpcServer(server, port, door, checks)
+  await handle.start()
+  return handle
+
+
+class GrpcServer:
+  """A running server; `port` is where it listens."""
+
+  def __init__(self, server: grpc.aio.Server, port: int, door: _Door,
+               checks: health.aio.HealthServicer):
+    self.port = port
+    self._server, self._door, self._checks = server, door, checks
+    self._watch: asyncio.Task[None] | None = None
+
+  async def start(self) -> None:
+    await self._report(self._door.service.engine.is_healthy)
+    await self._server.start()
+    self._watch = asyncio.create_task(self._watch_engine())
+
+  async def drain(self, grace_seconds: float) -> bool:
+    """Stops once all running requests have ended, and after `grace_seconds` at the latest.
+
+    Health checks say NOT_SERVING first, then new requests are refused. False: some were cut off.
+    """
+    await self._checks.enter_graceful_shutdown()
+    self._door.draining = True
+    try:
+      async with asyncio.timeout(grace_seconds):
+        while self._door.running:
+          await asyncio.sleep(0.01)
+    except TimeoutError:
+      pass
+    complete = not self._door.running
+    await self.stop(FLUSH if complete else None)  # health watchers would stay for ever
+    return complete
+
+  async def stop(self, flush: float | None = None) -> None:
+    """At once, or `flush` seconds later: what still runs is cut off with UNAVAILABLE."""
+    if self._watch is not None:
+      self._watch.cancel()
+    await self._server.stop(flush)
+
+  async def _watch_engine(self) -> None:
+    healthy = None
+    while True:
+      if healthy != (healthy := self._door.service.engine.is_healthy):
+        await self._report(healthy)
+      await asyncio.sleep(HEALTH_INTERVAL)
+
+  async def _report(self, healthy: bool) -> None:
+    statuses = health_pb2.HealthCheckResponse
+    for name in HEALTH_SERVICES:
+      await self._checks.set(name, statuses.SERVING if healthy else statuses.NOT_SERVING)
+
+
+class _Guard(grpc.aio.ServerInterceptor):
+  """Lets calls with a valid token pass, and health checks, which load balancers make."""
+
+  def __init__(self, tokens: Tokens):
+    self._tokens = tokens
+
+  async def intercept_service(self, continuation: Callable[..., Awaitable[Any]],
+                              handler_call_details: grpc.HandlerCallDetails) -> Any:
+    given = [value for key, value in handler_call_details.invocation_metadata
+             if key == "authorization"]
+    open_to_all = handler_call_details.method.startswith(f"/{health.SERVICE_NAME}/")
+    if open_to_all or self._tokens.allows(given[0] if len(given) == 1 else None):
+      return await continuation(handler_call_details)
+    # Of any method: a handler of streams answers before it has read anything.
+    return grpc.stream_stream_rpc_method_handler(_refuse)
+
+
+async def _refuse(requests: Any, context: grpc.aio.ServicerContext) -> None:
+  del requests  # unused
+  await context.abort(grpc.StatusCode.UNAUTHENTICATED,
+                      "a valid token is needed, as metadata `authorization: Bearer TOKEN`")
+
+
+class _Door:
+  """The service's methods, of parsed requests."""
+
+  def __init__(self, service: Service):
+    self.service = service
+    self.draining = False
+    self.running = 0  # calls that generate
+
+  async def generate(self, request: pb.GenerateRequest,
+                     write: Callable[[pb.GenerateReply], Awaitable[None]]) -> None:
+    with self._one_more_running():
+      prompt, params, name = await self._read(request)
+      with naming_the_field(request.WhichOneof("prompt")):
+        stream = self.service.stream(prompt, params, request_id=name, priority=request.priority)
+        async with contextlib.aclosing(stream):
+          async for output, deltas in stream:
+            if deltas or output.finished:
+              await write(generate_reply(output, deltas))
+
+  async def generate_unary(self, request: pb.GenerateRequest) -> pb.GenerateReply:
+    with self._one_more_running():
+      prompt, params, name = await self._read(request)
+      with naming_the_field(request.WhichOneof("prompt")):
+        output = await self.service.complete(prompt, params, request_id=name,
+                                             priority=request.priority)
+    return generate_reply(output, output.outputs)
+
+  async def _read(self, request: pb.GenerateRequest) -> tuple[str | list[int], Any, str]:
+    """Prompt, sampling parameters, and the request's name."""
+    # The engine counts requests without a name, and somebody may have taken a number as a name.
+    name = request.request_id if request.HasField("request_id") else uuid.uuid4().hex
+    if not name:
+      raise BadField("request_id", "must not be empty; leave it unset to be given one")
+    params = sampling_params(request.params)
+    match request.WhichOneof("prompt"):
+      case "text":
+        return request.text, params, name
+      case "token_ids":
+        return list(request.token_ids.ids), params, name
+      case "chat":
+        return await self._encode_chat(request.chat), params, name
+    raise BadField("prompt", "one of text, token_ids and chat must be set")
+
+  @contextlib.contextmanager
+  def _one_more_running(self) -> Iterator[None]:
+    if self.draining:
+      raise Draining("the server is shutting down and takes no more requests")
+    self.running += 1
+    try:
+      yield
+    finally:
+      self.running -= 1
+
+  async def tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeReply:
+    match request.WhichOneof("prompt"):
+      case "text":
+        special = not request.HasField("add_special_tokens") or request.add_special_tokens
+        encode = self.service.engine.llm.tokenizer.encode
+        return pb.TokenizeReply(token_ids=await asyncio.to_thread(encode, request.text, special))
+      case "chat":
+        if request.HasField("add_special_tokens"):
+          raise BadField("add_special_tokens", "is of text only: a chat template writes its own")
+        return pb.TokenizeReply(token_ids=await self._encode_chat(request.chat))
+    raise BadField("prompt", "one of text and chat must be set")
+
+  async def _encode_chat(self, chat: pb.Chat) -> list[int]:
+    opening = not chat.HasField("add_generation_prompt") or chat.add_generation_prompt
+    with naming_the_field("chat"):
+      # Other requests go on while a long text is tokenized.
+      return await asyncio.to_thread(self.service.engine.llm.encode_chat, messages(chat), opening)
+
+  async def detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeReply:
+    llm, ids = self.service.engine.llm, list(request.token_ids)
+    for token in ids:
+      if not 0 <= token < llm.config.vocab_size:
+        raise BadField("token_ids", f"token {token} is not in the vocabulary of "
+                                    f"{llm.config.vocab_size} tokens")
+    skip = not request.HasField("skip_special_tokens") or request.skip_special_tokens
+    return pb.DetokenizeReply(text=await asyncio.to_thread(llm.tokenizer.decode, ids, skip))
+
+  async def model_info(self, request: pb.ModelInfoRequest) -> pb.ModelInfoReply:
+    del request  # unused
+    llm = self.service.engine.llm
+    return pb.ModelInfoReply(
+        model_name=self.service.model_name, vocab_size=llm.config.vocab_size,
+        max_model_len=llm.max_model_len, max_num_seqs=llm.max_num_seqs,
+        speculative_method=llm.speculative.method,
+        num_speculative_tokens=llm.engine.drafter.max_depth, jspec_version=__version__)
+
+  async def stats(self, request: pb.StatsRequest) -> pb.StatsReply:
+    del request  # unused
+    return stats_reply(self.service.engine.stats())
+
+
+def _handlers(door: _Door) -> grpc.GenericRpcHandler:
+  """For gRPC. Requests come as bytes, so that malformed ones are refused like other bad ones."""
+  methods: dict[str, tuple[Callable[..., Awaitable[Any]], type[Message]]] = {
+    "Generate": (door.generate, pb.GenerateRequest),
+    "GenerateUnary": (door.generate_unary, pb.GenerateRequest),
+    "Tokenize": (door.tokenize, pb.TokenizeRequest),
+    "Detokenize": (door.detokenize, pb.DetokenizeRequest),
+    "ModelInfo": (door.model_info, pb.ModelInfoRequest),
+    "Stats": (door.stats, pb.StatsRequest),
+  }
+  described = pb.DESCRIPTOR.services_by_name["Jspec"].methods_by_name
+  handlers = {}
+  for name, (method, kind) in methods.items():
+    streams = described[name].server_streaming
+    handler = (grpc.unary_stream_rpc_method_handler if streams
+               else grpc.unary_unary_rpc_method_handler)
+    handlers[name] = handler(functools.partial(_answer, method, kind, streams),
+                             response_serializer=lambda reply: reply.SerializeToString())
+  return grpc.method_handlers_generic_handler(SERVICE, handlers)
+
+
+async def _answer(method: Callable[..., Awaitable[Any]], kind: type[Message], streams: bool,
+                  request: bytes, context: grpc.aio.ServicerContext) -> Any:
+  """The method's answer; an error becomes a status that says whose fault it is."""
+  try:
+    message = kind.FromString(request)
+    check_known(message)
+    return await (method(message, context.write) if streams else method(message))
+  except tuple(CODES) as error:
+    code, details = CODES[type(error)], str(error)
+  except DecodeError:
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    details = f"{len(request)} bytes are not a {kind.DESCRIPTOR.full_name}"
+  except Exception:
+    logger.exception("a call failed")
+    code, details = grpc.StatusCode.INTERNAL, "the server failed; its log says why"
+  await context.abort(code, details[:MAX_DETAILS])

@@ -1,0 +1,74 @@
+"""What goes wrong with a request, as OpenAI's clients expect to hear of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jspec import Draining, EngineDead, QueueFull, SamplingParams
+
+MAX_MESSAGE = 400  # characters: what a client sent is not sent back to it whole
+_SAMPLING = frozenset(f.name for f in dataclasses.fields(SamplingParams))
+_PROMPT = re.compile(r"(the |a )?prompt\b")
+log = logging.getLogger("jspec.http")
+
+
+class Refused(Exception):
+  """A request that gets an error for an answer. `param` is the field at fault, if one is."""
+
+  def __init__(self, message: str, param: str | None = None, *, status: int = 400,
+               kind: str = "invalid_request_error", code: str | None = None,
+               headers: Mapping[str, str] | None = None):
+    super().__init__(message)
+    self.status, self.headers = status, dict(headers or {})
+    message = message if len(message) <= MAX_MESSAGE else message[:MAX_MESSAGE] + "..."
+    self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def refusal(error: Exception, prompt_field: str | None = None) -> Refused:
+  """Any error as what the client is told.
+
+  Args:
+    prompt_field: what the request calls its prompt.
+  """
+  match error:
+    case Refused():
+      return error
+    case ValueError():  # by AsyncLLM's contract, of a request that can't be served as asked
+      return Refused(str(error), _param(str(error), prompt_field))
+    case QueueFull():
+      return Refused(str(error), status=429, kind="rate_limit_error", code="queue_full",
+                     headers={"Retry-After": "1"})
+    case Draining() | EngineDead():
+      # Why an engine died is the log's business.
+      message = str(error) if isinstance(error, Draining) else "the engine has stopped"
+      return Refused(message, status=503, kind="server_error", code="unavailable")
+  log.error("a request failed", exc_info=error)
+  return Refused("internal error: see the server's log", status=500, kind="server_error",
+                 code="internal_error")
+
+
+def invalid(errors: Sequence[Mapping[str, Any]]) -> Refused:
+  """The first of pydantic's errors, whose paths begin with "body"."""
+  error = errors[0]
+  if error["type"] == "json_invalid":
+    return Refused(f"the body is not JSON: {error['ctx']['error']} at character {error['loc'][-1]}")
+  path = [*error["loc"][1:], *filter(None, [error.get("ctx", {}).get("field")])]
+  if not path:
+    return Refused("the body must be a JSON object, sent with Content-Type: application/json")
+  param = str(path[0]) + "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path[1:])
+  message = error["msg"].removeprefix("Value error, ")
+  return Refused(f"{param}: {message[:1].lower()}{message[1:]}", param)
+
+
+def _param(message: str, prompt_field: str | None) -> str | None:
+  """The field that a ValueError of jspec is about: its messages begin with the name."""
+  if _PROMPT.match(message):
+    return prompt_field
+  if message.startswith("a bad word"):
+    return "bad_words"
+  name = re.split(r"\W", message, maxsplit=1)[0]
+  return name if name in _SAMPLING else None
