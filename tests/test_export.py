@@ -256,7 +256,7 @@ def proposals(drafter, width: int):
                             Committed(tokens[:, :-1], tokens[:, 1:], feature, count))
     return drafter.propose(params, state, tokens[jnp.arange(2), count], after)[0].token
 
-  return tiny.compiled(run, (), level=0)[0]
+  return tiny.compiled(run, ())[0]
 
 
 @pytest.mark.parametrize("name", DRAFTERS)

@@ -14,7 +14,7 @@ from jspec import attention, cache, model, sampling, step, tree
 from jspec.config import ModelConfig
 from jspec.pallas import paged_attention_tpu
 
-B, LENGTH = 256, 40  # texts of 2 to 21 + 40 tokens: every residue of the page size
+B, LENGTH = 64, 40  # texts of 2 to 21 + 40 tokens: every residue of the page size
 SPECULATING = [name for name in tiny.CASES if tiny.CASES[name](tiny.TARGET)[0].max_depth]
 POINT_MASS = [n for n in SPECULATING if not tiny.CASES[n](tiny.TARGET)[0].sampled]
 

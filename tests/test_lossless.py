@@ -26,7 +26,7 @@ from jspec import attention, cache, judge, model, sampling, step, tree
 from jspec import verify as rule
 from jspec.pallas import paged_attention_tpu
 
-B, REPEATS, LENGTH, V = 256, 40, 3, tiny.VOCAB
+B, REPEATS, LENGTH, V = 64, 160, 3, tiny.VOCAB
 PROMPT = [1, 2, 3, 4, 10, 3, 5, 10, 3]  # its end has occurred before
 SETTINGS = ((0.9, 1.0), (1.3, 0.7))  # (temperature, top_p), in alternate slots
 ALPHA = 1e-4

@@ -15,7 +15,7 @@ import tiny
 from jspec import cache
 from jspec.types import SlotRequest
 
-B, LENGTH = 256, 12
+B, LENGTH = 64, 12
 DONATED = 24  # tokens whose pages a donor leaves behind
 
 

@@ -72,16 +72,15 @@ def step_config(drafter: Drafter, num_slots: int, widths=None, rows_per_pass=1e9
   return StepConfig(model, widths, CostModel(rows_per_pass), max_logprobs=1, attend=attend)
 
 
-def compiled(function, donate: int, level: int = 1):
-  """(jitted, a list that grows with each trace). Level 0 compiles in half the time, runs slowly."""
+def compiled(function, donate: int):
+  """(jitted, a list that grows with each trace)."""
   traces: list[int] = []
 
   def traced(*args):
     traces.append(1)
     return function(*args)
 
-  options = {"xla_backend_optimization_level": level}
-  return jax.jit(traced, donate_argnums=donate, compiler_options=options), traces
+  return jax.jit(traced, donate_argnums=donate), traces
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -110,7 +109,7 @@ def rig(name: str, num_slots: int, widths=None, rows_per_pass=1e9,
 @functools.cache
 def _programs(config: StepConfig, drafter: Drafter):
   """Shared by the cases that differ in parameters only."""
-  fill, _ = compiled(_make_fill(config, drafter), 1, level=0)
+  fill, _ = compiled(_make_fill(config, drafter), 1)
   return fill, *compiled(step.make_step(config, drafter), 1)
 
 
