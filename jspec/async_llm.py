@@ -32,7 +32,7 @@ class AsyncLLM:
 
   Args:
     llm: whose engine belongs to this object from now on.
-    max_waiting: requests that may wait for a slot; more are refused with QueueFull.
+    max_waiting: outputs that may wait for a slot; more are refused with QueueFull.
     steps_per_turn: speculation steps between two looks at who came and who went.
   """
 
@@ -43,6 +43,7 @@ class AsyncLLM:
     self.llm = llm
     self.max_waiting = max_waiting
     self._steps_per_turn = steps_per_turn
+    self._room = max_waiting + llm.max_num_seqs  # outputs, waiting or in slots
     self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
     self._streams: dict[str, _Stream] = {}  # of the event loop's thread: request id -> reader
     self._groups: dict[str, Group] = {}  # of the engine's thread
@@ -68,11 +69,10 @@ class AsyncLLM:
     Raises:
       ValueError: for what cannot be served as asked. QueueFull, Draining, EngineDead: see there.
     """
-    self._check_open()
     params = params or SamplingParams()
-    most = self.max_waiting + self.llm.max_num_seqs
-    if params.n > most:
-      raise ValueError(f"n={params.n} exceeds the {most} requests that this server holds")
+    if params.n > self._room:
+      raise ValueError(f"n={params.n} exceeds the {self._room} outputs that this server holds")
+    self._check_open(params.n)
     request_id = uuid.uuid4().hex if request_id is None else request_id
     # Checking may tokenize a long text: other requests go on meanwhile.
     group = await asyncio.to_thread(self.llm.prepare, prompt, params, request_id, priority)
@@ -88,23 +88,29 @@ class AsyncLLM:
       if not stream.done:
         self._commands.put(_Command("abort", group))
 
-  def _check_open(self) -> None:
+  def _check_open(self, num_outputs: int) -> None:
     if self._error is not None:
-      raise EngineDead(f"the engine stopped: {self._error!r}") from self._error
+      raise self._dead() from self._error
     if self._draining:
       raise Draining("the server is shutting down and takes no more requests")
+    # More than have slots are waiting, whether or not the engine's thread has seen them yet.
+    held = sum(stream.size for stream in self._streams.values() if not stream.ended)
+    if held + num_outputs > self._room:
+      raise QueueFull(f"{self.max_waiting} requests are waiting already; try again later")
 
   def _add(self, group: Group) -> _Stream:
-    self._check_open()
+    self._check_open(len(group.requests))
     if group.request_id in self._streams:
       raise ValueError(f"request_id {group.request_id!r} is already running")
-    # More than have slots are waiting, whether or not the engine's thread has seen them yet.
-    if len(self._streams) >= self.max_waiting + self.llm.max_num_seqs:
-      raise QueueFull(f"{self.max_waiting} requests are waiting already; try again later")
-    stream = _Stream(asyncio.get_running_loop())
+    stream = _Stream(asyncio.get_running_loop(), len(group.requests))
     self._streams[group.request_id] = stream
     self._commands.put(_Command("add", group, stream))
+    if self._error is not None:  # since we looked: whoever failed may have missed this one
+      stream.put(self._dead())
     return stream
+
+  def _dead(self) -> EngineDead:
+    return EngineDead(f"the engine stopped: {self._error!r}")
 
   @property
   def num_requests(self) -> int:
@@ -155,35 +161,31 @@ class AsyncLLM:
       self._end(streams, Draining("the server was stopped"))
     except BaseException as error:  # whatever it was, readers must not wait for ever
       self._error = error
-      self._end(streams, EngineDead(f"the engine stopped: {error!r}"))
+      self._end(streams, self._dead())
 
   def _obey(self, streams: dict[str, _Stream]) -> bool:
     """Takes in commands, waiting for one where nothing runs; False ends the thread."""
-    waiting: collections.deque[_Command] = collections.deque()
-    if not self.llm.engine.busy and not self._groups:
-      waiting.append(self._commands.get())
     while True:
+      idle = not self.llm.engine.busy and not self._groups
       try:
-        waiting.append(self._commands.get_nowait())
+        command = self._commands.get(block=idle)
       except queue.Empty:
-        break
-    for command in waiting:
+        return True
       if command.name == "stop":
         return False
       group = command.group
-      if command.name == "add":
+      if command.name == "add":  # known to us before anything can fail
+        self._groups[group.request_id], streams[group.request_id] = group, command.stream
         try:
           for request in group.requests:
             self.llm.engine.add(request)
         except ValueError as error:  # such as more pages than there are
+          del self._groups[group.request_id], streams[group.request_id]
           self._abort(group)
           command.stream.put(error)
-          continue
-        self._groups[group.request_id], streams[group.request_id] = group, command.stream
       elif self._groups.pop(group.request_id, None) is not None:
         del streams[group.request_id]
         self._abort(group)
-    return True
 
   def _abort(self, group: Group) -> None:
     for request in group.requests:
@@ -208,27 +210,31 @@ class _Command(NamedTuple):
 class _Stream:
   """The latest snapshot of a request, on its way from the engine's thread to a task."""
 
-  def __init__(self, loop: asyncio.AbstractEventLoop):
+  def __init__(self, loop: asyncio.AbstractEventLoop, size: int):
     self._loop = loop
+    self.size = size  # outputs
+    self.ended = False  # on the engine's side
     self._ready = asyncio.Event()
-    self._latest: RequestOutput | Exception | None = None
+    # One snapshot: an older one that nobody has read is replaced.
+    self._latest: collections.deque[RequestOutput | Exception] = collections.deque(maxlen=1)
     self.done = False
 
   def put(self, item: RequestOutput | Exception) -> None:
-    """From the engine's thread. An older snapshot that nobody has read is replaced."""
-    self._latest = item
+    """From the engine's thread."""
+    self._latest.append(item)
+    self.ended = isinstance(item, Exception) or item.finished
     try:
       self._loop.call_soon_threadsafe(self._ready.set)
     except RuntimeError:  # the event loop is closed: nobody reads any more
       pass
 
   async def next(self) -> RequestOutput:
-    await self._ready.wait()
-    self._ready.clear()
-    item = self._latest
+    while not self._latest:  # a snapshot may be taken before its signal comes
+      await self._ready.wait()
+      self._ready.clear()
+    item = self._latest.popleft()
     if isinstance(item, Exception):
       self.done = True
       raise item
-    assert item is not None
     self.done = item.finished
     return item

@@ -94,10 +94,14 @@ class Engine:
 
   def abort(self, request: Request) -> None:
     """Forgets a request, whatever the device is doing for it."""
+    if not self.scheduler.knows(request):
+      return
     tenant = self.scheduler.abort(request)
     if tenant is not None:
       self.device.release(tenant.slot)
     self._count(finished="abort")
+    if not self.busy:
+      self._flights.clear()
 
   @property
   def busy(self) -> bool:
@@ -126,8 +130,8 @@ class Engine:
 
   def start(self, num_steps: int, batch: bool) -> None:
     """Gives the device work, without waiting for it."""
-    for tenant in self.scheduler.admit():
-      self._admit(tenant)
+    for _ in self.scheduler.admit():
+      pass  # `_prefill` finds them among the running
     self._prefill(math.inf if batch else self.config.max_num_batched_tokens)
     tenants = sorted(self.scheduler.running.values(), key=lambda tenant: tenant.order)
     if not any(t.is_active for t in tenants):
@@ -200,7 +204,10 @@ class Engine:
 
   # ----------------------------------------------------- prompts into slots
 
-  def _admit(self, tenant: Tenant) -> None:
+  def _begin(self, tenant: Tenant) -> None:
+    """Makes the tenant known to the device."""
+    self.scheduler.begin(tenant)
+    tenant.has_begun = True
     request, params = tenant.request, tenant.request.params
     if not request.admitted_at:
       request.admitted_at = time.perf_counter()
@@ -221,10 +228,13 @@ class Engine:
     self._alone = False
 
   def _prefill(self, budget: float) -> None:
-    """Runs chunks of prompts, in order, up to a budget of tokens."""
+    """Runs chunks of prompts, in order, up to a budget of tokens; at least the smallest one."""
     tenants = [t for t in self.scheduler.running.values() if not t.is_active]
     budget -= len(self.scheduler.running) - len(tenants)
+    budget = max(budget, self.config.prefill_chunks[0])
     for tenant in sorted(tenants, key=lambda tenant: tenant.order):
+      if budget > 0 and not tenant.has_begun:
+        self._begin(tenant)
       while not tenant.is_active and budget > 0:
         budget -= self._prefill_chunk(tenant, budget)
 
@@ -257,13 +267,14 @@ class Engine:
 
   def _make_room(self, tenants: list[Tenant], num_steps: int) -> int:
     """Gives everybody pages for the next loop: of fewer steps, or fewer tenants, if need be."""
+    missing = sum(self.scheduler.missing(t, self._reach(t, num_steps)) for t in tenants)
+    if missing > self.scheduler.allocator.num_free:
+      num_steps = 1
     for tenant in tenants:
       while self.scheduler.running.get(tenant.slot) is tenant and not self.scheduler.grow(
           tenant, self._reach(tenant, num_steps)):
         if self._flights:
           self._land(len(self._flights))  # somebody may have ended
-        elif num_steps > 1:
-          num_steps = 1
         else:
           self._preempt(self.scheduler.last())
       if self.scheduler.running.get(tenant.slot) is tenant:
@@ -297,7 +308,10 @@ class Engine:
     if self._stale:
       self.device.put_table(self._table)
       self._stale = False
-    drafting = not self._step_config.measured or self._goodput.drafts(len(active))
+    drafting = self.spec.draft_tokens_at(len(active)) > 0 and any(
+        r.params.num_speculative_tokens != 0 for r in requests.values())
+    if self._step_config.measured:
+      drafting = drafting and self._goodput.drafts(len(active))
     compiled, started = self.traces.get("step"), time.perf_counter()
     out = self.device.run(self._step_params(len(active), lag, drafting), num_steps)
     alone = self._alone and self.traces["step"] == compiled
@@ -313,10 +327,11 @@ class Engine:
     """What the loop's time says about the cost of steps."""
     now = time.perf_counter()
     seconds, self._landed = now - max(flight.started, self._landed), now
-    if flight.alone and self._step_config.measured:
+    if self._step_config.measured:
       length = max(tenant.committed for tenant in flight.tenants.values())
-      self._goodput.observe(Loop(flight.drafting, np.asarray(out.ran), length, seconds,
-                                 int(out.num_tokens.sum()), int(out.num_steps.sum())))
+      self._goodput.observe(Loop(
+          flight.drafting, np.asarray(out.ran), length, seconds, int(out.num_tokens.sum()),
+          int(out.num_steps.sum()), len(flight.tenants), flight.alone))
 
   def _feed(self, running: dict[int, Request]) -> None:
     """Makes the drafter's params, which come from the host."""

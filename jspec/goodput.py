@@ -6,6 +6,7 @@ the batch and the text lengths of the moment (as in SmartSpec, Liu et al. 2024).
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ DRIFT = 0.05  # the same for the widths that did not run: other load slows them 
 RECENT = 0.15  # weight of a new loop in the averages
 TRIAL = 8  # steps with drafts before they are judged, and steps without to learn their cost
 PAUSES = (64, 2048)  # steps without drafts after a first failed trial, and at most
+RECHECK = 512  # steps with drafts after which those without are measured again
 
 
 class Loop(NamedTuple):
@@ -26,6 +28,21 @@ class Loop(NamedTuple):
   seconds: float
   tokens: int  # emitted
   slot_steps: int  # steps, counted once for each slot that took part
+  batch: int  # slots
+  alone: bool = True  # whether the device did nothing else, so that its time is that of its steps
+
+
+@dataclasses.dataclass
+class _Trial:
+  """Drafting at batches of about one size."""
+
+  gain: float = 0.0  # tokens per slot and step, while drafting
+  # Seconds per step over the plain step's predicted cost, without and with drafting.
+  cost: dict[bool, float] = dataclasses.field(default_factory=lambda: {False: 0.0, True: 0.0})
+  steps: int = 0  # with drafts, since they were judged
+  since: int = 0  # with drafts, since there was one without
+  paused: int = 0  # steps to go without
+  pause: int = PAUSES[0]  # the next one
 
 
 class Goodput:
@@ -41,11 +58,8 @@ class Goodput:
     self._fixed, self._per_token, self._switches = fixed, per_token, switches
     # Seconds for each predicted pass, without and with drafting; 0: not seen yet.
     self._rate = {False: np.zeros(len(fixed)), True: np.zeros(len(fixed))}
-    self._gain = 0.0  # tokens per slot and step, while drafting
-    self._cost = {False: 0.0, True: 0.0}  # seconds per step over the plain step's predicted cost
-    self._steps = 0  # of the trial so far
-    self._paused, self._pause = 0, PAUSES[0]
-    self._batch = 0
+    self._start = 0.0  # the plain step's, measured before the first request
+    self._trials: dict[int, _Trial] = {}  # by the power of two that a batch reaches
 
   def prime(self, seconds: np.ndarray) -> None:
     """Starts from measured steps on empty texts: f[W], nan where there is none."""
@@ -56,49 +70,51 @@ class Goodput:
     rate = np.where(known, rate, rate[known].mean())
     for drafting in (False, True):  # what proposing costs is learned
       self._rate[drafting] = rate.copy()
-      self._cost[drafting] = float(rate[0])
+    self._start = float(rate[0])
+
+  def _trial(self, batch: int) -> _Trial:
+    cost = {False: self._start, True: self._start}
+    return self._trials.setdefault(batch.bit_length(), _Trial(cost=cost))
 
   def observe(self, loop: Loop) -> None:
-    """Takes in a loop that ran alone on the device."""
-    steps = int(loop.ran.sum())
+    """Takes in a loop that has ended."""
+    steps, trial = int(loop.ran.sum()), self._trial(loop.batch)
     if not steps or not loop.slot_steps:
       return
-    predicted = self._fixed + self._per_token * loop.length
-    self._learn(self._rate[loop.drafting], loop, predicted)
-    cost = loop.seconds / steps / predicted[0]
-    self._cost[loop.drafting] = _average(self._cost[loop.drafting], cost)
+    if loop.alone:
+      predicted = self._fixed + self._per_token * loop.length
+      self._learn(self._rate[loop.drafting], loop, predicted)
+      cost = loop.seconds / steps / predicted[0]
+      trial.cost[loop.drafting] = _average(trial.cost[loop.drafting], cost)
     if not loop.drafting:
-      self._paused = max(0, self._paused - steps)
+      trial.paused, trial.since = max(0, trial.paused - steps), 0
       return
-    self._gain = _average(self._gain, loop.tokens / loop.slot_steps)
-    self._steps += steps
-    if self._switches and self._steps >= TRIAL:
-      self._judge()
+    trial.gain = _average(trial.gain, loop.tokens / loop.slot_steps)
+    trial.steps, trial.since = trial.steps + steps, trial.since + steps
+    if self._switches and trial.steps >= TRIAL and trial.cost[True]:
+      self._judge(trial)
 
   def _learn(self, rate: np.ndarray, loop: Loop, predicted: np.ndarray) -> None:
     ran = loop.ran > 0
-    known = rate > 0
-    if not known.any():
+    if not rate.any():
       rate[:] = loop.seconds / (loop.ran * predicted).sum()
       return
     factor = loop.seconds / (loop.ran * predicted * rate).sum()
     rate *= factor ** np.where(ran, LEARNING_RATE * loop.ran / loop.ran.sum(), DRIFT)
 
-  def _judge(self) -> None:
+  def _judge(self, trial: _Trial) -> None:
     """Pauses drafting where it does not pay, for longer each time it did not."""
-    self._steps = 0
-    if not self._cost[False]:
-      self._paused = TRIAL  # to know what it is compared with
-    elif self._gain / self._cost[True] < 1 / self._cost[False]:
-      self._paused, self._pause = self._pause, min(2 * self._pause, PAUSES[1])
+    trial.steps = 0
+    if not trial.cost[False] or trial.since >= RECHECK:
+      trial.paused = TRIAL  # to know what it is compared with
+    elif trial.gain / trial.cost[True] < 1 / trial.cost[False]:
+      trial.paused, trial.pause = trial.pause, min(2 * trial.pause, PAUSES[1])
     else:
-      self._pause = PAUSES[0]
+      trial.pause = PAUSES[0]
 
   def drafts(self, batch: int) -> bool:
     """Whether the next loop, of this many slots, should draft."""
-    if not self._batch / 2 < batch < self._batch * 2:
-      self._batch, self._paused, self._pause, self._steps = batch, 0, PAUSES[0], 0
-    return not self._paused
+    return not self._trial(batch).paused
 
   def correction(self, drafting: bool) -> np.ndarray:
     """f32[W], measured over predicted cost of each width; only their ratios mean something."""

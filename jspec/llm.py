@@ -7,6 +7,7 @@ import itertools
 import numbers
 import os
 import pathlib
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -194,6 +195,11 @@ class LLM:
     """
     return self._finished(self._requests(prompts, params))
 
+  def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    """The text's token ids; ValueError where they cannot fit max_model_len."""
+    self._check_characters(len(text))
+    return self.tokenizer.encode(text, add_special_tokens)
+
   def encode_chat(self, messages: Messages, add_generation_prompt: bool = True) -> list[int]:
     """The messages' token ids, through the model's chat template."""
     self._check_characters(sum(len(str(m.get("content", ""))) for m in messages))
@@ -234,9 +240,10 @@ class LLM:
   def prepare(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None,
               priority: int = 0) -> Group:
     """A prompt and its params as requests for the engine; ValueError if they cannot be served."""
-    if isinstance(prompt, str):
-      self._check_characters(len(prompt))
-    ids = tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+    added = time.perf_counter()
+    ids = tuple(self.encode(prompt) if isinstance(prompt, str) else prompt)
+    if len(ids) >= self.max_model_len:
+      check_request(params, len(ids), self.config, self._engine_config, 0)  # says so
     bad = [t for t in ids
            if not isinstance(t, numbers.Integral) or not 0 <= t < self.config.vocab_size]
     if bad:
@@ -250,7 +257,7 @@ class LLM:
     for i in range(params.n):
       own = params if params.seed is None else dataclasses.replace(params, seed=params.seed + i)
       requests.append(Request(name, i, ids, own, limit, self.tokenizer,
-                              priority=priority))
+                              priority=priority, added=added))
     return Group(name, prompt if isinstance(prompt, str) else None, requests)
 
   def _check_characters(self, count: int) -> None:

@@ -134,10 +134,10 @@ class EngineStats:
   num_waiting: int = 0
   num_pages: int = 0
   num_free_pages: int = 0  # pages that only the prefix cache holds are free, too
-  prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
+  prefix_queries: int = 0  # prompt tokens looked up in the prefix cache, once per request
   prefix_hits: int = 0  # of those, the ones that were there
   num_preemptions: int = 0
-  prompt_tokens: int = 0  # of requests whose prompt has been read
+  prompt_tokens: int = 0  # of requests that have got a slot
   generation_tokens: int = 0
   finished: tuple[tuple[str, int], ...] = ()  # (reason, requests): "stop", "length", "abort"
   speculation: SpeculativeStats = SpeculativeStats()

@@ -85,6 +85,9 @@ def place(config: EngineConfig, platform: str, draft_tp: int = 1, interpret: obj
   if config.data_parallel_size > 1 and jax.process_count() > 1:
     raise ValueError(f"data_parallel_size={config.data_parallel_size} is for a single process: "
                      f"with {jax.process_count()} processes start an engine for each group of them")
+  if config.dynamic_speculation and jax.process_count() > 1:
+    raise ValueError("dynamic_speculation is for a single process: the others would measure other "
+                     "times, and all must do the same")
   kv_dtype = cache.stored_dtype(config.kv_cache_dtype, config.dtype, platform)
 
   def on(devices: Sequence[jax.Device]) -> Placement:

@@ -35,7 +35,9 @@ class Replicas:
     self._home[request] = engine
 
   def abort(self, request: Request) -> None:
-    self._home.pop(request).abort(request)
+    engine = self._home.pop(request, None)  # None: it was never taken
+    if engine is not None:
+      engine.abort(request)
 
   def step(self, num_steps: int = MAX_STEPS, batch: bool = False) -> list[Request]:
     """Engine.step of all of them: their devices work at the same time."""

@@ -46,6 +46,7 @@ class Request:
   stop_reason: int | str | None = None
   stats: SpeculativeStats = SpeculativeStats()
   hidden_states: np.ndarray | None = None
+  logprob: float = 0.0  # of all tokens together, where log-probabilities are kept
   num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
   key: Any = None  # of its random numbers, once it has one
 
@@ -77,6 +78,7 @@ class Request:
       self.first_token_at = time.perf_counter()
     if params.logprobs is not None:
       self.logprobs.append(self._logprobs(new))
+      self.logprob += new.logprob
     own_end = new.token in self.tokenizer.eos_ids and not params.ignore_eos
     stops = own_end or new.token in params.stop_token_ids
     if stops and not params.include_stop_str_in_output:
@@ -125,7 +127,7 @@ class Request:
     if not self.finished and held and not self.params.include_stop_str_in_output:
       text = text[:max(0, len(text) - held)]
     wants = self.params.logprobs is not None
-    total = sum(list(row.values())[0].logprob for row in self.logprobs) if wants else None
+    total = self.logprob if wants else None
     return CompletionOutput(
         self.index, text, tuple(self.tokens), self.finish_reason, self.stop_reason,
         tuple(self.logprobs) if wants else None, total, self.stats, tuple(self.drafted),

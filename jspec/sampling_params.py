@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 MAX_LOGPROBS = 20  # per token, beside the token itself
 MAX_BAD_WORDS = 16  # of more than one token; single tokens are unlimited
 MAX_BAD_WORD_TOKENS = 8
+MAX_STOPS = 64  # strings, each looked for at every token
+MAX_TOKENS_NAMED = 4096  # in stop_token_ids, and bad words in all
 MAX_SEED = 2**63 - 1
 LARGEST = 1e30  # of any number: float32 arithmetic on logits stays finite
 
@@ -73,6 +75,10 @@ class SamplingParams:
         raise ValueError(f"{name} must hold non-empty strings, got {getattr(self, name)!r}")
     if any(isinstance(t, bool) or not isinstance(t, int) or t < 0 for t in self.stop_token_ids):
       raise ValueError(f"stop_token_ids must be token ids >= 0, got {self.stop_token_ids!r}")
+    for name, most in (("stop", MAX_STOPS), ("bad_words", MAX_TOKENS_NAMED),
+                       ("stop_token_ids", MAX_TOKENS_NAMED)):
+      if len(getattr(self, name)) > most:
+        raise ValueError(f"{name} may have {most} entries, got {len(getattr(self, name))}")
     for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
       if not isinstance(getattr(self, name), bool):
         raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")

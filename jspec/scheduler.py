@@ -22,6 +22,7 @@ class Tenant:
   pages: list[int]
   done: int  # tokens of text in the cache, or on their way there
   keys: PageKeys
+  has_begun: bool = False  # the device knows it
   is_active: bool = False  # all of text was prefilled: the device takes steps for it
   in_flight: int = 0  # tokens at most that steps under way may commit
 
@@ -106,18 +107,32 @@ class Scheduler:
       return None
     self.allocator.share(found)
     pages = [*found, *self.allocator.allocate(needed)]
-    self.prefix_queries += len(text)
-    self.prefix_hits += len(found) * self.page_size
     return Tenant(request, self._free_slots.pop(), order, text, pages,
                   len(found) * self.page_size, keys)
 
+  def begin(self, tenant: Tenant) -> None:
+    """To be called before its first prefill: by now others may have written its beginning."""
+    had = tenant.done // self.page_size
+    found = self.allocator.find(tenant.keys.upto(tenant.text, len(tenant.text)))
+    if self.caching and len(found) > had:
+      self.allocator.share(found[had:])
+      self.allocator.free(tenant.pages[had:len(found)])
+      tenant.pages[had:len(found)] = found[had:]
+      tenant.done = len(found) * self.page_size
+    if self.caching and not tenant.request.admitted_at:  # else it comes back after a preemption
+      self.prefix_queries += len(tenant.text)
+      self.prefix_hits += tenant.done
+
+  def missing(self, tenant: Tenant, num_tokens: int) -> int:
+    """Pages it lacks for that many tokens and a step beyond."""
+    return max(0, self._pages(num_tokens + self.lookahead) - len(tenant.pages))
+
   def grow(self, tenant: Tenant, num_tokens: int) -> bool:
     """Gives the tenant pages for that many tokens and a step beyond; False if too few are free."""
-    missing = self._pages(num_tokens + self.lookahead) - len(tenant.pages)
+    missing = self.missing(tenant, num_tokens)
     if missing > self.allocator.num_free:
       return False
-    if missing > 0:
-      tenant.pages += self.allocator.allocate(missing)
+    tenant.pages += self.allocator.allocate(missing)
     return True
 
   def last(self) -> Tenant:
@@ -147,12 +162,14 @@ class Scheduler:
       self.allocator.publish(tenant.pages[:len(keys)], keys)
 
   def abort(self, request: Request) -> Tenant | None:
-    """Forgets the request; its tenant, if it had a slot."""
-    for i, (_, other) in enumerate(self._waiting):
-      if other is request:
-        del self._waiting[i]
-        return None
+    """Forgets a request that waits or runs; its tenant, if it had a slot."""
     tenant = next((t for t in self.running.values() if t.request is request), None)
     if tenant is not None:
       self.finish(tenant)
+    self._waiting = [entry for entry in self._waiting if entry[1] is not request]
     return tenant
+
+  def knows(self, request: Request) -> bool:
+    """Whether it waits or runs."""
+    return any(t.request is request for t in self.running.values()) or any(
+        other is request for _, other in self._waiting)

@@ -269,8 +269,9 @@ class _Door:
     match request.WhichOneof("prompt"):
       case "text":
         special = not request.HasField("add_special_tokens") or request.add_special_tokens
-        encode = self.service.engine.llm.tokenizer.encode
-        return pb.TokenizeReply(token_ids=await asyncio.to_thread(encode, request.text, special))
+        with naming_the_field("text"):
+          encode = self.service.engine.llm.encode
+          return pb.TokenizeReply(token_ids=await asyncio.to_thread(encode, request.text, special))
       case "chat":
         if request.HasField("add_special_tokens"):
           raise BadField("add_special_tokens", "is of text only: a chat template writes its own")

@@ -213,7 +213,7 @@ def _add_tokenizing(app: FastAPI, service: Service, check_model: Any) -> None:
     check_model(request.model)
     conversation = request.conversation
     if conversation is None:
-      ids = await _in_thread("prompt", llm.tokenizer.encode, request.prompt,
+      ids = await _in_thread("prompt", llm.encode, request.prompt,
                              request.add_special_tokens is not False)
     else:
       ids = await _in_thread("messages", llm.encode_chat, conversation,

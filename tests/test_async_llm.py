@@ -99,6 +99,47 @@ def test_a_full_queue_refuses_and_what_was_taken_is_answered():
   asyncio.run(main())
 
 
+def test_each_output_counts_as_waiting():
+  async def main():
+    async with serving(max_waiting=2) as engine:  # and four slots
+      with pytest.raises(ValueError, match="n=7 exceeds the 6 outputs"):
+        await text(engine, "a", greedy(n=7))
+      params = SamplingParams(n=5, max_tokens=40, ignore_eos=True)
+      first = asyncio.create_task(text(engine, "a", params))
+      await asyncio.sleep(0.02)
+      with pytest.raises(QueueFull):
+        await text(engine, "a", greedy(n=2))
+      await first
+      await idle(engine)
+
+  asyncio.run(main())
+
+
+def test_a_request_that_no_pool_can_hold_harms_nobody(monkeypatch):
+  """Refused by the engine's thread, of one engine or of several, after another was taken."""
+  async def main():
+    async with serving() as engine:
+      add = engine.llm.engine.add
+      seen = []
+
+      def refuse_the_third(request):
+        seen.append(request)
+        if len(seen) == 3:
+          raise ValueError("needs 99 pages")
+        add(request)
+
+      monkeypatch.setattr(engine.llm.engine, "add", refuse_the_third)
+      other = asyncio.create_task(text(engine, "in", greedy(max_tokens=30, ignore_eos=True)))
+      while not seen:
+        await asyncio.sleep(0.005)
+      with pytest.raises(ValueError, match="needs 99 pages"):
+        await text(engine, "a", SamplingParams(n=2, max_tokens=90, ignore_eos=True))
+      assert len((await other).token_ids) == 30
+      await idle(engine)
+
+  asyncio.run(main())
+
+
 def test_bad_requests_are_refused_with_their_reason():
   async def main():
     async with serving() as engine:

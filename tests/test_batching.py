@@ -55,7 +55,8 @@ def jobs(rng: np.random.Generator, count: int, drafts: int) -> list[Job]:
       fields |= dict(temperature=0.0)
     extra = (dict(top_k=5), dict(top_p=0.7), dict(min_p=0.1), dict(repetition_penalty=1.3),
              dict(frequency_penalty=0.5, presence_penalty=0.2), dict(logprobs=3), dict(stop="an"),
-             dict(bad_words=["the hat"]), dict(logit_bias={7: 2.0}), dict(min_tokens=1),
+             dict(bad_words=["the hat"]), dict(logit_bias={7: 2.0}),
+             dict(min_tokens=int(rng.integers(0, fields["max_tokens"]))), dict(stop_token_ids=[9]),
              dict(num_speculative_tokens=int(rng.integers(0, drafts + 1))))
     for j in rng.choice(len(extra), rng.integers(0, 4), replace=False):
       fields |= extra[j]
@@ -91,6 +92,29 @@ def same(a, b) -> None:
     for token in left:
       assert left[token].rank == right[token].rank
       assert left[token].logprob == pytest.approx(right[token].logprob, abs=1e-4)
+
+
+def test_measured_costs_change_no_text():
+  """Dynamic speculation: the same storm, one trace, and drafting that a slow step switches off."""
+  llm = LLM(tiny_model(), speculative_config=SPECULATION["ngram"], progress=False,
+            dynamic_speculation=True, **TIGHT)
+  llm.warm_up(progress=False)
+  assert set(llm.engine.traces.values()) == {1} and is_idle(llm)
+  rng = np.random.default_rng(5)
+  work = jobs(rng, 48, drafts=4)
+  for i, output in run(llm, work, rng).items():
+    (alone,) = plain().generate(work[i].prompt, dataclasses.replace(
+        work[i].params, num_speculative_tokens=0))
+    same(output, alone.outputs[0])
+  assert set(llm.engine.traces.values()) == {1} and is_idle(llm)
+  loses = llm.engine._goodput
+  loses.drafts = lambda batch: False
+  (out,) = llm.generate("abc abc abc abc", greedy(max_tokens=30, ignore_eos=True))
+  assert out.speculation.num_drafts == 0
+  del loses.drafts
+  loses.drafts = lambda batch: True
+  (out,) = llm.generate("abc abc abc abc", greedy(max_tokens=30, num_speculative_tokens=0))
+  assert out.speculation.num_drafts == 0  # the request's own limit stands
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -179,6 +203,36 @@ def test_a_hit_gives_what_a_miss_gives(llm, more):
     if not llm.engine.drafter.sampled or params.temperature == 0:
       same(warm.outputs[0], cold.outputs[0])
     same(warm.outputs[0], first.outputs[0])
+
+
+def test_the_outputs_of_one_prompt_share_it(llm):
+  """All come in one turn: the first one's pages are there before the second one begins."""
+  prompt = llm.tokenizer.encode("he ran on one hand and the hat in the cat abc")[:24] + [6, 6]
+  before = llm.engine.stats().prefix_hits
+  (out,) = llm.generate([prompt], SamplingParams(n=3, temperature=1.0, seed=4, max_tokens=6,
+                                                 ignore_eos=True))
+  assert llm.engine.stats().prefix_hits - before == 2 * 24
+  if not llm.engine.drafter.sampled:
+    for i, own in enumerate(out.outputs):
+      (alone,) = plain().generate([prompt], SamplingParams(
+          temperature=1.0, seed=4 + i, max_tokens=6, ignore_eos=True, num_speculative_tokens=0))
+      same(own, alone.outputs[0])
+
+
+def test_as_many_answers_as_helpings_have_tokens_do_not_starve_a_prompt(llm, monkeypatch):
+  monkeypatch.setattr(llm.engine, "config", dataclasses.replace(
+      llm.engine.config, max_num_batched_tokens=1))
+  running = [llm.prepare("in", greedy(max_tokens=60, ignore_eos=True)).requests[0]
+             for _ in range(3)]
+  late = llm.prepare("the cat and the hat", greedy(max_tokens=2)).requests[0]
+  for request in (*running, late):
+    llm.engine.add(request)
+  while not late.finished:
+    llm.engine.step(1)
+  assert not any(r.finished for r in running)
+  for request in running:
+    llm.engine.abort(request)
+  assert is_idle(llm)
 
 
 def test_a_finished_answer_is_found_by_the_next_turn_of_the_talk(llm):

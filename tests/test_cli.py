@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pathlib
 import re
 import subprocess
@@ -100,15 +101,18 @@ def test_the_engine_refuses_before_any_work(capsys, smollm2, monkeypatch):
   assert "max_model_len=64 allows at most 63" in refused(capsys, argv)
 
 
-def test_real_model_writes_the_golden_text(capsys, smollm2):
+def test_real_model_writes_the_golden_text(smollm2):
+  """As a user runs it: a process of its own, without the flags of conftest.py."""
   golden = json.loads(GOLDENS.read_text(encoding="utf-8"))["greedy"][0]
   new = golden["greedy"]
-  assert cli.main(["generate", golden["prompt"], "--max-tokens", str(len(new)),
-                   "--show-drafts", "--color", "always"]) == 0
-  out, err = capsys.readouterr()
-  plain = out.replace(terminal.GREEN, "").replace(terminal.RESET, "")
+  done = subprocess.run(
+      [sys.executable, "-m", "jspec", "generate", golden["prompt"], "--max-tokens", str(len(new)),
+       "--show-drafts", "--color", "always"], capture_output=True, text=True, encoding="utf-8",
+      env={name: value for name, value in os.environ.items() if name != "XLA_FLAGS"})
+  assert done.returncode == 0, done.stderr
+  plain = done.stdout.replace(terminal.GREEN, "").replace(terminal.RESET, "")
   assert plain == smollm2.tokenizer.decode(new) + "\n"
-  assert f"[{len(new)} tokens in" in err and "tokens per step" in err
+  assert f"[{len(new)} tokens in" in done.stderr and "tokens per step" in done.stderr
 
 
 def test_streams_the_text_and_sums_up_on_stderr(fake, capsys):

@@ -171,7 +171,8 @@ def test_max_model_len_is_reached_exactly(method, draft, monkeypatch):
     state = llm.engine.device.state
     return jax.tree.leaves((state.pages, state.draft.pages if method == "draft_model" else ()))
 
-  before, allocator, given = [np.array(pool) for pool in pools()], llm.engine.scheduler.allocator, []
+  before, given = [np.array(pool) for pool in pools()], []
+  allocator = llm.engine.scheduler.allocator
   allocate = allocator.allocate
   monkeypatch.setattr(allocator, "allocate", lambda n: given.append(allocate(n)) or given[-1])
   for left in (1, 2, 3, K + 1, 20):

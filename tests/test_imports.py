@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+import jspec
+
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / "jspec"
 CORE = {"types", "config"}
@@ -63,8 +65,8 @@ THIRD_PARTY = {  # module: what it may import from outside jspec and the standar
   "medusa_choices": {"numpy"}, "judge": {"jax"}, "verify_lossy": {"jax"},
   "drafting": {"jax", "flax"}, "goodput": {"numpy"}, "device": {"jax", "numpy"},
 }
-NO_JAX = ("pages", "scheduler", "goodput", "limits", "request", "outputs", "sampling_params", "spec_config",
-          "spec_parse", "config", "head_config", "medusa_choices", "suffix_store")
+NO_JAX = ("pages", "scheduler", "goodput", "limits", "request", "outputs", "sampling_params",
+          "spec_config", "spec_parse", "config", "head_config", "medusa_choices", "suffix_store")
 MAX_LINES, MAX_FUNCTION = 400, 60
 
 
@@ -73,8 +75,10 @@ def name_of(path: pathlib.Path) -> str:
   return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-TRAINING = {f"training/{path.relative_to(ROOT / 'training')}": path
-            for path in sorted((ROOT / "training").rglob("*.py"))}
+GENERATED = ("jspec_pb2.py", "jspec_pb2_grpc.py")
+BESIDE = {str(path.relative_to(ROOT)): path for folder in ("training", "serving")
+          for path in sorted((ROOT / folder).rglob("*.py")) if path.name not in GENERATED}
+SERVING = [name for name in BESIDE if name.startswith("serving/")]
 MODULES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 DRAFTERS = sorted(m for m in MODULES if m.startswith("drafters."))
 KERNELS = sorted(m for m in MODULES if m.startswith("pallas"))
@@ -172,7 +176,7 @@ def test_host_side_modules_never_reach_jax(module):
 
 
 def test_no_file_is_too_long():
-  long = {m: n for m, path in (MODULES | TRAINING).items()
+  long = {m: n for m, path in (MODULES | BESIDE).items()
           if (n := len(path.read_text(encoding="utf-8").splitlines())) > MAX_LINES
           and m not in KERNELS}
   assert not long
@@ -182,7 +186,7 @@ def test_no_function_is_too_long():
   """Nested functions count on their own: a closure-building function is measured without them."""
   long = {}
   trees = {m: parsed(m) for m in set(MODULES) - set(KERNELS)} | {
-      m: ast.parse(path.read_text(encoding="utf-8")) for m, path in TRAINING.items()}
+      m: ast.parse(path.read_text(encoding="utf-8")) for m, path in BESIDE.items()}
   for module, tree in trees.items():
     for node in ast.walk(tree):
       if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -191,6 +195,19 @@ def test_no_function_is_too_long():
         if size > MAX_FUNCTION:
           long[f"{module}.{node.name}"] = size
   assert not long
+
+
+@pytest.mark.parametrize("name", SERVING)
+def test_serving_imports_public_names_of_jspec_and_never_jax(name):
+  for node in ast.walk(ast.parse(BESIDE[name].read_text(encoding="utf-8"))):
+    if isinstance(node, ast.Import):
+      assert not {a.name.partition(".")[0] for a in node.names} & {"jax", "jaxlib", "flax", "jspec"}
+    elif isinstance(node, ast.ImportFrom):
+      top, _, deeper = str(node.module).partition(".")
+      assert top not in ("jax", "jaxlib", "flax") and not (top == "jspec" and deeper), node.module
+      if top == "jspec":
+        public = {*jspec.__all__, "cli", "__version__"}
+        assert {a.name for a in node.names} <= public, name
 
 
 def test_inference_does_without_training():

@@ -26,6 +26,8 @@ BAD = [  # field, value, the allowed range as the message has it
   *((f"{name}_penalty", value, ">= -2 and <= 2") for name in ("presence", "frequency")
     for value in (-2.1, 2.1)),
   ("stop", ["a", ""], "non-empty strings"), ("stop", [1], "non-empty strings"), ("stop", 1, "list"),
+  ("stop", ["a"] * 65, "64 entries, got 65"), ("bad_words", ["a"] * 4097, "4096 entries"),
+  ("stop_token_ids", [7] * 4097, "4096 entries"),
   ("bad_words", [""], "non-empty strings"), ("bad_words", 5, "list"),
   ("stop_token_ids", [-1], ">= 0"), ("stop_token_ids", ["a"], "token ids"),
   ("stop_token_ids", [True], "token ids"), ("stop_token_ids", 7, "list"),

@@ -143,26 +143,34 @@ def test_a_text_that_begins_alike_shares_full_pages():
   scheduler = Scheduler(num_slots=2, num_pages=20, page_size=4, lookahead=1)
   scheduler.add(request("a", prompt=11))
   (first,) = scheduler.admit()
+  scheduler.begin(first)
   scheduler.add(request("early", prompt=11))
   (early,) = scheduler.admit()
   assert early.done == 0  # nothing is there yet
-  scheduler.finish(early)
   first.done = 9
   scheduler.publish(first)
+  free = scheduler.allocator.num_free
+  scheduler.begin(early)  # but now
+  assert early.done == 8 and early.pages[:2] == first.pages[:2]
+  assert scheduler.allocator.num_free == free + 2
+  scheduler.finish(early)
   for prompt, shared in ((11, 8), (7, 4), (8, 8), (3, 0)):
     scheduler.add(request("b", prompt=prompt))
     (second,) = scheduler.admit()
+    scheduler.begin(second)
     assert second.done == shared and second.pages[:shared // 4] == first.pages[:shared // 4]
     assert not set(second.pages[shared // 4:]) & set(first.pages)
     scheduler.finish(second)
   scheduler.add(request("c", prompt=11, token=6))
   (other,) = scheduler.admit()
+  scheduler.begin(other)
   assert other.done == 0
-  assert scheduler.prefix_hits == 20 and scheduler.prefix_queries == 11 * 4 + 7 + 8 + 3
+  assert scheduler.prefix_hits == 28 and scheduler.prefix_queries == 11 * 4 + 7 + 8 + 3
 
 
 EVENTS = st.lists(st.tuples(
-    st.sampled_from(["add", "admit", "prefill", "generate", "grow", "preempt", "finish", "abort"]),
+    st.sampled_from(["add", "admit", "begin", "prefill", "generate", "grow", "preempt", "finish",
+                     "abort"]),
     st.integers(0, 40)), max_size=80)
 
 
@@ -188,12 +196,14 @@ def test_any_sequence_of_events_balances_to_zero(num_slots, num_pages, caching, 
       ahead = scheduler.waiting
       came = list(scheduler.admit())
       assert [t.request for t in came] == ahead[:len(came)]
-      for t in came:
-        for i in range(t.done // 4):  # what it was promised is really there
-          assert contents[t.pages[i]] == tuple(t.text[:4 * i + 4])
+    elif event == "begin" and tenant is not None and not tenant.has_begun:
+      scheduler.begin(tenant)
+      tenant.has_begun = True
+      for i in range(tenant.done // 4):  # what it was promised is really there
+        assert contents[tenant.pages[i]] == tuple(tenant.text[:4 * i + 4])
     elif tenant is None:
       continue
-    elif event == "prefill" and not tenant.is_active:
+    elif event == "prefill" and tenant.has_begun and not tenant.is_active:
       tenant.done = min(len(tenant.text), tenant.done + number)
       tenant.is_active = tenant.done == len(tenant.text)
       scheduler.publish(tenant)

@@ -26,6 +26,7 @@ from jspec.hub import LoadedModel
 from jspec.llm import LLM
 from jspec.model import init_params
 from jspec.placement import place
+from jspec.replicas import Replicas
 from jspec.sampling_params import SamplingParams
 
 CONFIG = tiny_llm.tiny_config(num_heads=8, num_kv_heads=2, vocab_size=64, mlp_dim=64)
@@ -176,6 +177,20 @@ def test_kv_heads_fewer_than_devices_are_repeated_in_order():
 def test_bad_input_is_refused_before_anything_is_compiled(options, words):
   with pytest.raises(ValueError, match=words):
     LLM(model(), progress=False, **{**tiny_llm.OPTIONS, **options})
+
+
+def test_engines_side_by_side_forget_what_they_never_took():
+  """Such as a request for more pages than an engine has."""
+  class Engine:
+    drafter = config = num_requests = None
+
+    def add(self, request):
+      raise ValueError("too many pages")
+
+  replicas = Replicas([Engine()])
+  with pytest.raises(ValueError, match="too many pages"):
+    replicas.add("request")
+  replicas.abort("request")
 
 
 def test_kv_heads_must_divide_or_be_a_divisor():
