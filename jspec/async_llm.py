@@ -43,7 +43,6 @@ class AsyncLLM:
     self.llm = llm
     self.max_waiting = max_waiting
     self._steps_per_turn = steps_per_turn
-    self._room = max_waiting + llm.max_num_seqs  # outputs, waiting or in slots
     self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
     self._streams: dict[str, _Stream] = {}  # of the event loop's thread: request id -> reader
     self._groups: dict[str, Group] = {}  # of the engine's thread
@@ -87,6 +86,11 @@ class AsyncLLM:
       self._streams.pop(group.request_id, None)
       if not stream.done:
         self._commands.put(_Command("abort", group))
+
+  @property
+  def _room(self) -> int:
+    """Outputs that may wait or be in slots."""
+    return self.max_waiting + self.llm.max_num_seqs
 
   def _check_open(self, num_outputs: int) -> None:
     if self._error is not None:

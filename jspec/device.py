@@ -103,8 +103,8 @@ class Device:
     self.state, out = self._run(params, self.state, np.int32(num_steps))
     return out
 
-  def compiled_step(self, params: Params) -> Any:
-    return self._run.lower(params, self.state, np.int32(1)).compile()
+  def compiled_step(self, params: Params, compiler_options: dict[str, Any] | None) -> Any:
+    return self._run.lower(params, self.state, np.int32(1)).compile(compiler_options)
 
   # ------------------------------------------------------------- warm-up
 

@@ -371,6 +371,6 @@ class Engine:
       self._goodput.prime(self.device.step_seconds(params))
     self.device.release(0)
 
-  def compiled_step(self) -> Any:
+  def compiled_step(self, compiler_options: dict[str, Any] | None = None) -> Any:
     """The step, lowered and compiled for the engine's shapes: for memory and cost analysis."""
-    return self.device.compiled_step(self._step_params(1, EVERYBODY, True))
+    return self.device.compiled_step(self._step_params(1, EVERYBODY, True), compiler_options)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_llm import OPTIONS, SPECULATION, greedy, is_idle, tiny_llm
+from tiny_llm import AS_SHIPPED, OPTIONS, SPECULATION, greedy, is_idle, tiny_llm
 
 from jspec.sampling_params import SamplingParams
 
@@ -71,7 +71,7 @@ COPIES = {"copy", "copy-start", "concatenate", "select", "pad", "broadcast", "co
                                            ("ngram", "bfloat16")])
 def test_pages_are_updated_in_place(method, dtype):
   llm = tiny_llm(method, dtype=dtype)
-  step = llm.engine.compiled_step()
+  step = llm.engine.compiled_step(AS_SHIPPED)
   pages = llm.engine.device.state.pages.k[0]
   models = 2 if method == "draft_model" else 1
   pool = models * 2 * llm.config.num_layers * pages.nbytes
@@ -94,7 +94,7 @@ def test_no_whole_weight_is_converted_to_float32_in_bfloat16():
   """A conversion fused into the lookup of a few rows is fine; one that is a result is not."""
   llm = tiny_llm("ngram", dtype="bfloat16")
   shapes = {w.shape for w in jax.tree.leaves(llm.loaded.params) if w.ndim == 2}
-  text = llm.engine.compiled_step().as_text()
+  text = llm.engine.compiled_step(AS_SHIPPED).as_text()
   converted = re.findall(r"ROOT \S+ = f32\[(\d+),(\d+)\]\S* convert\(", text)
   assert not shapes & {tuple(map(int, shape)) for shape in converted}
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+import tiny_llm
 
 from jspec import attention, cache, model, sampling, step, tree
 from jspec.config import ModelConfig
@@ -149,8 +150,7 @@ def test_bitwise_logits_do_not_depend_on_the_width(dtype):
   params = model.init_params(jax.random.key(1), config, jnp.dtype(dtype))
   token = jax.random.randint(jax.random.key(2), (3, 24), 0, 320)
 
-  @functools.partial(jax.jit, static_argnums=0,
-                     compiler_options={"xla_backend_optimization_level": 3})  # as users have it
+  @functools.partial(jax.jit, static_argnums=0, compiler_options=tiny_llm.AS_SHIPPED)
   def forward(n, token, pages, table, length):
     b = token.shape[0]
     hidden, _, pages = model.forward(

@@ -179,7 +179,7 @@ def test_rates_follow_their_definitions():
 GOOD = "the cat"
 REFUSED = [  # prompts, params, message
   ([GOOD, [5] * MAX_LEN], LONG, f"has {MAX_LEN} tokens, but max_model_len={MAX_LEN} allows"),
-  ([GOOD, "q" * (8 * MAX_LEN)], LONG, "characters, more than any text of max_model_len"),
+  ([GOOD, "q" * (9 * MAX_LEN)], LONG, "characters, more than any text of max_model_len"),
   ([GOOD, ""], LONG, "prompt is empty"),
   ([GOOD, []], LONG, "prompt is empty"),
   ([GOOD, [5, 64]], LONG, "prompt token 64 is not in the vocabulary of 64"),

@@ -18,6 +18,9 @@ from jspec.model import init_params
 from jspec.sampling_params import SamplingParams
 from jspec.tokenizer import Tokenizer
 
+# Compiler options that undo the flags of conftest.py.
+AS_SHIPPED = {"xla_backend_optimization_level": 3, **(
+    {"xla_cpu_use_fusion_emitters": True} if jax.__version__.startswith("0.10.") else {})}
 SPECIAL = ("<|end|>", "<|user|>", "<|bot|>")
 EOS = 0
 MERGES = ("th", "he", "an", "in", "er", "on", "Ġa", "Ġt", "the", "Ġthe", "and")
