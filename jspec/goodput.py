@@ -37,7 +37,7 @@ class _Trial:
   """Drafting at batches of about one size."""
 
   gain: float = 0.0  # tokens per slot and step, while drafting
-  # Seconds per step over the plain step's predicted cost, without and with drafting.
+  # Seconds per step over the narrowest one's predicted cost, without and with drafting.
   cost: dict[bool, float] = dataclasses.field(default_factory=lambda: {False: 0.0, True: 0.0})
   steps: int = 0  # with drafts, since they were judged
   since: int = 0  # with drafts, since there was one without
@@ -58,7 +58,6 @@ class Goodput:
     self._fixed, self._per_token, self._switches = fixed, per_token, switches
     # Seconds for each predicted pass, without and with drafting; 0: not seen yet.
     self._rate = {False: np.zeros(len(fixed)), True: np.zeros(len(fixed))}
-    self._start = 0.0  # the plain step's, measured before the first request
     self._trials: dict[int, _Trial] = {}  # by the power of two that a batch reaches
 
   def prime(self, seconds: np.ndarray) -> None:
@@ -70,11 +69,9 @@ class Goodput:
     rate = np.where(known, rate, rate[known].mean())
     for drafting in (False, True):  # what proposing costs is learned
       self._rate[drafting] = rate.copy()
-    self._start = float(rate[0])
 
   def _trial(self, batch: int) -> _Trial:
-    cost = {False: self._start, True: self._start}
-    return self._trials.setdefault(batch.bit_length(), _Trial(cost=cost))
+    return self._trials.setdefault(batch.bit_length(), _Trial())
 
   def observe(self, loop: Loop) -> None:
     """Takes in a loop that has ended."""

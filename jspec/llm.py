@@ -22,7 +22,7 @@ from jspec.engine import MAX_STEPS, Engine
 from jspec.limits import check_request, engine_config
 from jspec.outputs import RequestOutput, Timing
 from jspec.placement import Placement, check_attention, place
-from jspec.plan import CostModel, cpu_cost
+from jspec.plan import CostModel, cpu_cost, cpu_widths
 from jspec.replicas import Replicas
 from jspec.request import Request
 from jspec.sampling_params import SamplingParams
@@ -135,6 +135,8 @@ class LLM:
     self._check_rule(drafter)
     cost = ACCELERATOR_COST if jax.default_backend() != "cpu" else cpu_cost(
         self.config, fields["dtype"] == "float32" and not bitwise)
+    if jax.default_backend() == "cpu":
+      fields["widths"] = cpu_widths(fields["max_num_seqs"], drafter.num_nodes)
     config = engine_config(self.config, drafter.lookahead, **fields)
     check_attention(devices.attend, self.config, config, devices.kv_dtype, drafter.num_nodes)
     return Engine(self.config, params, drafter, draft_params, config, self.speculative, cost,

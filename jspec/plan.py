@@ -52,7 +52,9 @@ class StepConfig:
   """Static choices of a step."""
 
   model: ModelConfig
-  widths: tuple[tuple[int, int], ...]  # (rows, nodes per slot), ascending; the first is plain
+  # (rows, nodes per slot), ascending. The first with a row for each slot is plain decoding; those
+  # before it are for when fewer slots are active.
+  widths: tuple[tuple[int, int], ...]
   cost: CostModel = CostModel()
   max_logprobs: int = 20
   bitwise: bool = False
@@ -68,6 +70,12 @@ def default_widths(num_slots: int, num_nodes: int) -> tuple[tuple[int, int], ...
     return tuple((n, n) for n in sorted({1, min(4, num_nodes), num_nodes}))
   widths = [(1, 1), (2, min(4, num_nodes)), (4, num_nodes), (num_nodes, num_nodes)]
   return tuple((num_slots * f, n) for f, n in widths if f < num_nodes or f == num_nodes == n)
+
+
+def cpu_widths(num_slots: int, num_nodes: int) -> tuple[tuple[int, int], ...]:
+  """The same where rows cost arithmetic even when nobody uses them: narrower ones, too."""
+  narrow = ((1, 1), (4, min(4, num_nodes))) if num_slots >= 8 else ()
+  return narrow + default_widths(num_slots, num_nodes)
 
 
 def step_costs(config: StepConfig, num_slots: int) -> tuple[np.ndarray, np.ndarray]:
@@ -117,7 +125,9 @@ def plan(draft: DraftTree, state: SpecState, config: StepConfig, lag: jax.Array,
     taken = within & (jnp.cumsum(within, -1) <= room[:, None])
     tokens = jnp.where(taken, value.reshape(-1)[order], 0) @ jax.nn.one_hot(order // n, b)
     progress = 1 - lag * jnp.log(jnp.exp(-tokens / lag) @ weight / weight.sum())
-    gain = jnp.where(rows > rows[0], progress * (1 - MARGIN), progress)
+    plain = jnp.argmax(room >= 0)  # the narrowest that holds every active slot
+    gain = jnp.where(rows > rows[plain], progress * (1 - MARGIN), progress)
+    gain = jnp.where(room >= 0, gain, 0)
     fixed, per_token = map(jnp.float32, step_costs(config, b))
     cost = fixed + per_token * jnp.where(active, state.length, 0).max()
     choice = jnp.argmax(gain / (cost if correction is None else cost * correction))

@@ -18,6 +18,7 @@ from jspec.control import run_if
 from jspec.drafters.base import Drafter
 from jspec.judge import judge
 from jspec.plan import PRIOR, StepConfig, learned, plan
+from jspec.plan import cpu_widths as cpu_widths
 from jspec.plan import default_widths as default_widths
 from jspec.step_output import append, describe, empty_output
 from jspec.types import (
@@ -39,10 +40,9 @@ def make_step(config: StepConfig, drafter: Drafter) -> Callable:
   Where config.measured, params has "cost" too, see plan. Not jitted: the caller jits it, donating
   the state.
   """
-  if config.widths[-1][0] < config.widths[0][0] * drafter.num_nodes:
-    raise ValueError(f"widths {config.widths} hold no full tree of {drafter.num_nodes} nodes")
-
   def step(params, state: SpecState) -> tuple[SpecState, StepOutput]:
+    if config.widths[-1][0] < state.root.shape[0] * drafter.num_nodes:
+      raise ValueError(f"widths {config.widths} hold no full trees of {drafter.num_nodes} nodes")
     with jax.named_scope("propose"):
       draft, draft_state = _propose(params, state, drafter)
       state = state.replace(draft=draft_state)

@@ -95,9 +95,9 @@ def same(a, b) -> None:
 
 
 def test_measured_costs_change_no_text():
-  """Dynamic speculation: the same storm, one trace, and drafting that a slow step switches off."""
+  """The same storm at dynamic speculation, in eight slots: one trace, and drafts only if allowed."""
   llm = LLM(tiny_model(), speculative_config=SPECULATION["ngram"], progress=False,
-            dynamic_speculation=True, **TIGHT)
+            dynamic_speculation=True, **TIGHT | dict(max_num_seqs=8))
   llm.warm_up(progress=False)
   assert set(llm.engine.traces.values()) == {1} and is_idle(llm)
   rng = np.random.default_rng(5)

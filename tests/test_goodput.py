@@ -99,10 +99,10 @@ def test_drafting_comes_back_when_it_begins_to_pay():
   assert drafted[-400:].mean() > 0.97
 
 
-def test_a_slow_moment_at_the_start_is_not_believed_for_ever():
-  """Measured when plain steps took twice their time, drafts that lose would seem to win."""
+def test_a_slow_moment_is_not_believed_for_ever():
+  """Plain steps took twice their time while they were measured: drafts that lose seem to win."""
   model = goodput()
-  model.prime(np.array([2.0, 3.0, 6.0]))
+  assert simulate(model, 200, 2.0, 1.5, 1.1)[-100:].all()
   drafted = simulate(model, 6000, 1.0, 1.5, 1.1)
   assert drafted[3000:].mean() <= 0.02
 

@@ -150,6 +150,19 @@ def test_cutting_drafts_to_the_width_keeps_the_text():
   np.testing.assert_array_equal(texts(rig)[1], plain_texts()[1])
 
 
+def test_widths_for_fewer_slots_keep_the_text():
+  """As slots end, fewer rows do: 4 for the last four slots, 1 for the last one."""
+  limit = 1 + np.arange(B) % 7
+  limit[:3], limit[5] = 25, 40
+  run = lambda rig: tiny.generate(rig, tiny.start(rig, tiny.random_prompts(B), limit=limit), 40)
+  widths = ((1, 1), (4, 4), (B, 1), (2 * B, 5), (5 * B, 5))
+  text, outputs = run(tiny.rig("ngram", B, widths, rows_per_pass=4))
+  assert text == run(tiny.rig("none", B))[0]
+  ran = sum(out.ran for out in outputs)
+  active = [int((out.num_steps > 0).sum()) for out in outputs]
+  assert ran[0] > 0 and ran[1] > 0 and ran[2:].sum() <= sum(n > 4 for n in active)
+
+
 # ------------------------------------------------------------------ the KV left behind
 
 

@@ -122,7 +122,8 @@ def test_no_logits_are_gathered(method):
   loaded = model()._replace(config=config, params=init_params(jax.random.key(0), config))
   llm = LLM(loaded, speculative_config=SPECULATION[method], tensor_parallel_size=4, progress=False,
             **{**tiny_llm.OPTIONS, "num_pages": 128})
-  sent = [m.group(2, 1) for m in COLLECTIVE.finditer(llm.engine.compiled_step(tiny_llm.AS_SHIPPED).as_text())]
+  program = llm.engine.compiled_step(tiny_llm.AS_SHIPPED).as_text()
+  sent = [m.group(2, 1) for m in COLLECTIVE.finditer(program)]
   assert sent
   large = [s for s in sent if str(vocab) in s[1] or str(vocab // 4) in s[1]]
   assert not large
