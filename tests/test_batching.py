@@ -95,7 +95,7 @@ def same(a, b) -> None:
 
 
 def test_measured_costs_change_no_text():
-  """The same storm at dynamic speculation, in eight slots: one trace, and drafts only if allowed."""
+  """A storm with dynamic speculation, in eight slots: one trace, and drafts only if allowed."""
   llm = LLM(tiny_model(), speculative_config=SPECULATION["ngram"], progress=False,
             dynamic_speculation=True, **TIGHT | dict(max_num_seqs=8))
   llm.warm_up(progress=False)
