@@ -67,7 +67,8 @@ class Engine:
         model, config.widths or step.default_widths(config.max_num_seqs, drafter.num_nodes),
         cost, MAX_LOGPROBS, config.numerics == "bitwise", devices.attend, spec.verification,
         spec.adaptive_draft_length, config.dynamic_speculation)
-    self._goodput = Goodput(*step_costs(self._step_config, config.max_num_seqs),
+    self._goodput = Goodput(np.array([rows for rows, _ in self._step_config.widths]),
+                            *step_costs(self._step_config, config.max_num_seqs),
                             switches=config.dynamic_speculation and not drafter.sampled)
     self.device = Device(config, self._step_config, drafter, devices, MAX_STEPS)
     self._flights: collections.deque[_Flight] = collections.deque()

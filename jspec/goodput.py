@@ -49,13 +49,13 @@ class Goodput:
   """Learns from every device loop.
 
   Args:
-    fixed, per_token: f[W], each width's predicted cost: plan.step_costs.
+    rows: i[W], of each width. fixed, per_token: f[W], its predicted cost: plan.step_costs.
     switches: whether drafting may be paused. Not where drafts are sampled: a seeded request's
       text would depend on when.
   """
 
-  def __init__(self, fixed: np.ndarray, per_token: np.ndarray, switches: bool):
-    self._fixed, self._per_token, self._switches = fixed, per_token, switches
+  def __init__(self, rows: np.ndarray, fixed: np.ndarray, per_token: np.ndarray, switches: bool):
+    self._rows, self._fixed, self._per_token, self._switches = rows, fixed, per_token, switches
     # Seconds for each predicted pass, without and with drafting; 0: not seen yet.
     self._rate = {False: np.zeros(len(fixed)), True: np.zeros(len(fixed))}
     self._trials: dict[int, _Trial] = {}  # by the power of two that a batch reaches
@@ -71,7 +71,9 @@ class Goodput:
       self._rate[drafting] = rate.copy()
 
   def _trial(self, batch: int) -> _Trial:
-    return self._trials.setdefault(batch.bit_length(), _Trial())
+    plain = int(np.argmax(self._rows >= batch))  # the narrowest width that holds all
+    cost = float(self._rate[False][plain] * self._fixed[plain] / self._fixed[0])
+    return self._trials.setdefault(batch.bit_length(), _Trial(cost={False: cost, True: cost}))
 
   def observe(self, loop: Loop) -> None:
     """Takes in a loop that has ended."""

@@ -7,11 +7,12 @@ import pytest
 
 from jspec.goodput import PAUSES, RECHECK, TRIAL, Goodput, Loop
 
+ROWS = np.array([2, 4, 8])
 FIXED, PER_TOKEN = np.array([1.0, 1.5, 3.0]), np.array([0.0, 0.001, 0.002])
 
 
 def goodput(switches=True) -> Goodput:
-  return Goodput(FIXED, PER_TOKEN, switches)
+  return Goodput(ROWS, FIXED, PER_TOKEN, switches)
 
 
 def loop(width, seconds, tokens=1.0, drafting=True, length=0, batch=2, alone=True) -> Loop:
