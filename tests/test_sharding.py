@@ -92,7 +92,7 @@ def test_replicas_share_the_requests():
   one, two = llm.engine.engines
   assert one.config.max_num_seqs == two.config.max_num_seqs == 2
   assert one.traces["step"] == two.traces["step"] == 1
-  assert one._state.root.devices() != two._state.root.devices()
+  assert one.device.state.root.devices() != two.device.state.root.devices()
   assert not llm.engine.busy and not llm.engine._home
 
 
