@@ -22,6 +22,9 @@ class QueueFull(Exception):
 class Draining(Exception):
   """The server takes no more requests: it is about to stop."""
 
+  def __init__(self, reason: str = "the server is shutting down and takes no more requests"):
+    super().__init__(reason)
+
 
 class EngineDead(Exception):
   """The engine's thread ended by an error; nothing can be served any more."""
@@ -69,8 +72,9 @@ class AsyncLLM:
       ValueError: for what cannot be served as asked. QueueFull, Draining, EngineDead: see there.
     """
     params = params or SamplingParams()
-    if params.n > self._room:
-      raise ValueError(f"n={params.n} exceeds the {self._room} outputs that this server holds")
+    if params.n > self.max_outputs:
+      raise ValueError(f"n={params.n} exceeds the {self.max_outputs} outputs that this server "
+                       "holds")
     self._check_open(params.n)
     request_id = uuid.uuid4().hex if request_id is None else request_id
     # Checking may tokenize a long text: other requests go on meanwhile.
@@ -88,7 +92,7 @@ class AsyncLLM:
         self._commands.put(_Command("abort", group))
 
   @property
-  def _room(self) -> int:
+  def max_outputs(self) -> int:
     """Outputs that may wait or be in slots."""
     return self.max_waiting + self.llm.max_num_seqs
 
@@ -96,10 +100,10 @@ class AsyncLLM:
     if self._error is not None:
       raise self._dead() from self._error
     if self._draining:
-      raise Draining("the server is shutting down and takes no more requests")
+      raise Draining()
     # More than have slots are waiting, whether or not the engine's thread has seen them yet.
     held = sum(stream.size for stream in self._streams.values() if not stream.ended)
-    if held + num_outputs > self._room:
+    if held + num_outputs > self.max_outputs:
       raise QueueFull(f"{self.max_waiting} requests are waiting already; try again later")
 
   def _add(self, group: Group) -> _Stream:

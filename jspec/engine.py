@@ -131,8 +131,7 @@ class Engine:
 
   def start(self, num_steps: int, batch: bool) -> None:
     """Gives the device work, without waiting for it."""
-    for _ in self.scheduler.admit():
-      pass  # `_prefill` finds them among the running
+    self.scheduler.admit()
     self._prefill(math.inf if batch else self.config.max_num_batched_tokens)
     tenants = sorted(self.scheduler.running.values(), key=lambda tenant: tenant.order)
     if not any(t.is_active for t in tenants):
@@ -248,7 +247,7 @@ class Engine:
     is_last = count == left
     if left or not request.tokens:
       token = np.zeros(size + 1, np.int32)
-      chunk = [*text, *request.tokens[-1:]][tenant.done:tenant.done + count + 1]
+      chunk = [*text[tenant.done:tenant.done + count + 1], *request.tokens[-1:]][:count + 1]
       token[:len(chunk)] = chunk
       draws = is_last and not request.tokens
       first = self.device.prefill(size, self._step_params(1, EVERYBODY, True), tenant.slot, token,

@@ -36,9 +36,9 @@ class Loop(NamedTuple):
 class _Trial:
   """Drafting at batches of about one size."""
 
-  gain: float = 0.0  # tokens per slot and step, while drafting
   # Seconds per step over the narrowest one's predicted cost, without and with drafting.
-  cost: dict[bool, float] = dataclasses.field(default_factory=lambda: {False: 0.0, True: 0.0})
+  cost: dict[bool, float]
+  gain: float = 0.0  # tokens per slot and step, while drafting
   steps: int = 0  # with drafts, since they were judged
   since: int = 0  # with drafts, since there was one without
   paused: int = 0  # steps to go without
@@ -71,9 +71,12 @@ class Goodput:
       self._rate[drafting] = rate.copy()
 
   def _trial(self, batch: int) -> _Trial:
-    plain = int(np.argmax(self._rows >= batch))  # the narrowest width that holds all
-    cost = float(self._rate[False][plain] * self._fixed[plain] / self._fixed[0])
-    return self._trials.setdefault(batch.bit_length(), _Trial(cost={False: cost, True: cost}))
+    size = batch.bit_length()
+    if size not in self._trials:
+      plain = int(np.argmax(self._rows >= batch))  # the narrowest width that holds all
+      cost = float(self._rate[False][plain] * self._fixed[plain] / self._fixed[0])
+      self._trials[size] = _Trial({False: cost, True: cost})
+    return self._trials[size]
 
   def observe(self, loop: Loop) -> None:
     """Takes in a loop that has ended."""

@@ -202,6 +202,14 @@ class LLM:
     self._check_characters(len(text))
     return self.tokenizer.encode(text, add_special_tokens)
 
+  def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+    """The tokens' text; ValueError for one that the vocabulary has not."""
+    for token in ids:
+      if not 0 <= token < self.config.vocab_size:
+        raise ValueError(f"token {token} is not in the vocabulary of {self.config.vocab_size} "
+                         "tokens")
+    return self.tokenizer.decode(ids, skip_special_tokens)
+
   def encode_chat(self, messages: Messages, add_generation_prompt: bool = True) -> list[int]:
     """The messages' token ids, through the model's chat template."""
     self._check_characters(sum(len(str(m.get("content", ""))) for m in messages))
@@ -244,15 +252,13 @@ class LLM:
     """A prompt and its params as requests for the engine; ValueError if they cannot be served."""
     added = time.perf_counter()
     ids = tuple(self.encode(prompt) if isinstance(prompt, str) else prompt)
-    if len(ids) >= self.max_model_len:
-      check_request(params, len(ids), self.config, self._engine_config, 0)  # says so
+    limit = check_request(params, len(ids), self.config, self._engine_config,
+                          self.engine.drafter.max_depth)
     bad = [t for t in ids
            if not isinstance(t, numbers.Integral) or not 0 <= t < self.config.vocab_size]
     if bad:
       raise ValueError(f"prompt token {bad[0]} is not in the vocabulary of "
                        f"{self.config.vocab_size} tokens")
-    limit = check_request(params, len(ids), self.config, self._engine_config,
-                          self.engine.drafter.max_depth)
     check_bad_words(params.bad_words, self.tokenizer)
     name = str(next(self._numbers)) if request_id is None else request_id
     requests = []
@@ -284,17 +290,17 @@ class LLM:
       for group in groups:
         for request in group.requests:
           self.engine.add(request)
-      shown = dict.fromkeys(groups, 0)  # tokens at the last snapshot of each unfinished group
-      while shown:
+      running = list(groups)
+      while running:
         # Somebody else's turn of the engine may have brought these requests forward, too.
-        if any(not r.finished for group in shown for r in group.requests):
+        if any(not r.finished for group in running for r in group.requests):
           self.engine.step(num_steps, batch)
-        for group in [g for g, count in shown.items() if g.num_tokens > count]:
-          output = group.output()
-          shown[group] = group.num_tokens
-          if output.finished:
-            del shown[group]
-          yield output
+        for group in list(running):
+          if group.news():
+            output = group.output()
+            if output.finished:
+              running.remove(group)
+            yield output
     finally:  # an error, or a reader that stopped reading
       for group in groups:
         for request in group.requests:

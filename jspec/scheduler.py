@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
-from collections.abc import Iterator
 
 from jspec.pages import PageAllocator, PageKeys
 from jspec.request import Request
@@ -85,15 +84,14 @@ class Scheduler:
   def _enqueue(self, order: tuple[int, int], request: Request) -> None:
     bisect.insort(self._waiting, (order, request), key=lambda entry: entry[0])
 
-  def admit(self) -> Iterator[Tenant]:
+  def admit(self) -> list[Tenant]:
     """Moves requests from the queue into slots, in order, as long as there is room."""
-    while self._waiting and self._free_slots:
-      tenant = self._place(*self._waiting[0])
-      if tenant is None:
-        return
+    admitted = []
+    while self._waiting and self._free_slots and (tenant := self._place(*self._waiting[0])):
       del self._waiting[0]
       self.running[tenant.slot] = tenant
-      yield tenant
+      admitted.append(tenant)
+    return admitted
 
   def _place(self, order: tuple[int, int], request: Request) -> Tenant | None:
     """The request in a free slot, on pages with its text's beginning where these are there."""
@@ -112,14 +110,16 @@ class Scheduler:
 
   def begin(self, tenant: Tenant) -> None:
     """To be called before its first prefill: by now others may have written its beginning."""
+    if not self.caching:
+      return
     had = tenant.done // self.page_size
     found = self.allocator.find(tenant.keys.upto(tenant.text, len(tenant.text)))
-    if self.caching and len(found) > had:
+    if len(found) > had:
       self.allocator.share(found[had:])
       self.allocator.free(tenant.pages[had:len(found)])
       tenant.pages[had:len(found)] = found[had:]
       tenant.done = len(found) * self.page_size
-    if self.caching and not tenant.request.admitted_at:  # else it comes back after a preemption
+    if not tenant.request.admitted_at:  # else it comes back after a preemption
       self.prefix_queries += len(tenant.text)
       self.prefix_hits += tenant.done
 
@@ -142,13 +142,11 @@ class Scheduler:
   def preempt(self, tenant: Tenant) -> None:
     """Back into the queue, with the tokens it has."""
     self.num_preemptions += 1
-    self._leave(tenant)
+    self.finish(tenant)
     self._enqueue(tenant.order, tenant.request)
 
   def finish(self, tenant: Tenant) -> None:
-    self._leave(tenant)
-
-  def _leave(self, tenant: Tenant) -> None:
+    """Its slot and pages are free; what the pages hold may be found again."""
     self.publish(tenant)
     del self.running[tenant.slot]
     self.allocator.free(tenant.pages)

@@ -18,7 +18,6 @@ from jspec.control import run_if
 from jspec.drafters.base import Drafter
 from jspec.judge import judge
 from jspec.plan import PRIOR, StepConfig, learned, plan
-from jspec.plan import cpu_widths as cpu_widths
 from jspec.plan import default_widths as default_widths
 from jspec.step_output import append, describe, empty_output
 from jspec.types import (

@@ -9,7 +9,6 @@ import functools
 import logging
 import pathlib
 import ssl
-import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
@@ -239,11 +238,10 @@ class _Door:
                                              priority=request.priority)
     return generate_reply(output, output.outputs)
 
-  async def _read(self, request: pb.GenerateRequest) -> tuple[str | list[int], Any, str]:
-    """Prompt, sampling parameters, and the request's name."""
-    # The engine counts requests without a name, and somebody may have taken a number as a name.
-    name = request.request_id if request.HasField("request_id") else uuid.uuid4().hex
-    if not name:
+  async def _read(self, request: pb.GenerateRequest) -> tuple[str | list[int], Any, str | None]:
+    """Prompt, sampling parameters, and the request's name, if it has been given one."""
+    name = request.request_id if request.HasField("request_id") else None
+    if name == "":
       raise BadField("request_id", "must not be empty; leave it unset to be given one")
     params = sampling_params(request.params)
     match request.WhichOneof("prompt"):
@@ -258,7 +256,7 @@ class _Door:
   @contextlib.contextmanager
   def _one_more_running(self) -> Iterator[None]:
     if self.draining:
-      raise Draining("the server is shutting down and takes no more requests")
+      raise Draining()
     self.running += 1
     try:
       yield
@@ -285,13 +283,10 @@ class _Door:
       return await asyncio.to_thread(self.service.engine.llm.encode_chat, messages(chat), opening)
 
   async def detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeReply:
-    llm, ids = self.service.engine.llm, list(request.token_ids)
-    for token in ids:
-      if not 0 <= token < llm.config.vocab_size:
-        raise BadField("token_ids", f"token {token} is not in the vocabulary of "
-                                    f"{llm.config.vocab_size} tokens")
+    decode, ids = self.service.engine.llm.decode, list(request.token_ids)
     skip = not request.HasField("skip_special_tokens") or request.skip_special_tokens
-    return pb.DetokenizeReply(text=await asyncio.to_thread(llm.tokenizer.decode, ids, skip))
+    with naming_the_field("token_ids"):
+      return pb.DetokenizeReply(text=await asyncio.to_thread(decode, ids, skip))
 
   async def model_info(self, request: pb.ModelInfoRequest) -> pb.ModelInfoReply:
     del request  # unused

@@ -95,7 +95,7 @@ class Gate:
       raise Refused(f"the body is larger than {self._max_body_bytes} bytes", status=413,
                     code="request_too_large")
     if self._draining.is_set() and not is_open:
-      raise refusal(Draining("the server is shutting down and takes no more requests"))
+      raise refusal(Draining())
     return body
 
   async def _read(self, receive: Receive, limit: int) -> bytes | None:

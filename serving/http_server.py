@@ -185,7 +185,7 @@ def make_app(service: Service, draining: asyncio.Event) -> FastAPI:
   @app.get("/health")
   async def health() -> Response:
     if draining.is_set():
-      raise Draining("the server is shutting down and takes no more requests")
+      raise Draining()
     if not service.engine.is_healthy:
       raise Refused("the engine takes no requests", status=503, kind="server_error",
                     code="unavailable")
@@ -226,11 +226,7 @@ def _add_tokenizing(app: FastAPI, service: Service, check_model: Any) -> None:
   @app.post("/detokenize")
   async def detokenize(request: DetokenizeRequest) -> Response:
     check_model(request.model)
-    bad = [t for t in request.tokens if not 0 <= t < llm.config.vocab_size]
-    if bad:
-      raise Refused(f"token {bad[0]} is not in the vocabulary of {llm.config.vocab_size} tokens",
-                    "tokens")
-    text = await _in_thread("tokens", llm.tokenizer.decode, request.tokens, False)
+    text = await _in_thread("tokens", llm.decode, request.tokens, False)
     return json_response({"prompt": text})
 
 
@@ -300,13 +296,12 @@ async def _check(service: Service, call: Call) -> None:
   count, engine = len(call.prompts), service.engine
   if count == 1:
     return
-  room = engine.max_waiting + engine.llm.max_num_seqs
-  if count > room:
-    raise Refused(f"{count} prompts are more than the {room} requests that this server holds",
-                  "prompt")
+  if count > engine.max_outputs:
+    raise Refused(f"{count} prompts are more than the {engine.max_outputs} requests that this "
+                  "server holds", "prompt")
   for prompt in call.prompts:
     await asyncio.to_thread(engine.llm.prepare, prompt, call.params)
-  if engine.num_requests + count > room:
+  if engine.num_requests + count > engine.max_outputs:
     raise QueueFull(f"there is no room for {count} more requests now; try again later")
 
 

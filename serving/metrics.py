@@ -35,7 +35,7 @@ FINISHED_REASONS = ("stop", "length", "abort", "error")
 ERRORS = ("ValueError", "QueueFull", "Draining", "EngineDead")  # there from the start, with 0
 
 COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
-  ("prompt_tokens", "Prompt tokens of requests whose prompt has been read.",
+  ("prompt_tokens", "Prompt tokens of requests that have got a slot.",
    lambda s: s.prompt_tokens),
   ("generation_tokens", "Tokens generated.", lambda s: s.generation_tokens),
   ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.",

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jspec import Draining, EngineDead, QueueFull, SamplingParams
+from jspec import Draining, EngineDead, QueueFull
+from serving.service import sampling_field
 
 MAX_MESSAGE = 400  # characters: what a client sent is not sent back to it whole
-_SAMPLING = frozenset(f.name for f in dataclasses.fields(SamplingParams))
 _PROMPT = re.compile(r"(the |a )?prompt\b")
 log = logging.getLogger("jspec.http")
 
@@ -68,7 +67,4 @@ def _param(message: str, prompt_field: str | None) -> str | None:
   """The field that a ValueError of jspec is about: its messages begin with the name."""
   if _PROMPT.match(message):
     return prompt_field
-  if message.startswith("a bad word"):
-    return "bad_words"
-  name = re.split(r"\W", message, maxsplit=1)[0]
-  return name if name in _SAMPLING else None
+  return sampling_field(message)

@@ -13,9 +13,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from jspec import CompletionOutput, EngineStats, RequestOutput, SamplingParams, SpeculativeStats
 from serving import jspec_pb2 as pb
-from serving.service import Delta
-
-SAMPLING_FIELDS = frozenset(f.name for f in dataclasses.fields(SamplingParams))
+from serving.service import Delta, sampling_field
 
 
 class BadField(ValueError):
@@ -73,10 +71,9 @@ def naming_the_field(otherwise: str) -> Iterator[None]:
   except BadField:
     raise
   except ValueError as error:
-    text = str(error)
-    word = "bad_words" if text.startswith("a bad word") else re.split(r"\W", text, maxsplit=1)[0]
-    if word in SAMPLING_FIELDS:
-      raise BadField(f"params.{word}", error) from None
+    if field := sampling_field(str(error)):
+      raise BadField(f"params.{field}", error) from None
+    word = re.split(r"\W", str(error), maxsplit=1)[0]
     raise BadField(word if word in ("request_id", "priority") else otherwise, error) from None
 
 

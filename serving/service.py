@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import AsyncGenerator, Sequence
 
 from jspec import AsyncLLM, CompletionOutput, Logprob, RequestOutput, SamplingParams
 from serving.metrics import Metrics
+
+_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
+
+
+def sampling_field(message: str) -> str | None:
+  """The field of SamplingParams that a ValueError of jspec's begins with; None if with none."""
+  if message.startswith("a bad word"):
+    return "bad_words"
+  word = re.split(r"\W", message, maxsplit=1)[0]
+  return word if word in _FIELDS else None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ import pathlib
 # Before jax starts: eight devices for what needs several. All else runs on the first.
 # Less optimised machine code compiles two to three times as fast; tests that read a program, or its
 # last bits, compile it with tiny_llm.AS_SHIPPED. `make aot` leaves compilers as they are. A flag
-# that XLA does not know ends the process: since jax 0.11 there are no other emitters.
+# that XLA does not know ends the process: jax 0.12 has no other emitters.
 os.environ["XLA_FLAGS"] = " ".join([
     os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8",
     *([] if importlib.util.find_spec("libtpu") else [
