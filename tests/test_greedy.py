@@ -87,7 +87,7 @@ def drafted_stops(text, outputs):
 def test_a_stop_token_inside_an_accepted_run_cuts_there(name):
   rig = tiny.rig(name, B)
   stop = drafted_stops(*greedy(name))
-  assert (stop >= 0).sum() > 5
+  assert (stop >= 0).sum() > 2
   flags = sampling.STOPS * (np.arange(tiny.VOCAB) == stop[:, None])
   state = tiny.start(rig, tiny.random_prompts(B), sampling=tiny.sampling_for(B, token_flags=flags))
   got, _ = tiny.generate(rig, state, LENGTH)
