@@ -153,6 +153,17 @@ def test_every_method_trains_exports_and_drafts(name, texts, tmp_path):
   assert 0 <= rows[-1]["top1_1"] <= rows[-1]["top5_1"] <= 1
 
 
+@pytest.mark.parametrize("learn", ["answers", "all"])
+def test_prompts_are_learnt_on_request_and_never_judged(learn, texts, tmp_path):
+  data = {"conversations": [texts], "validation": 0.2, "max_length": 64, "rows": 2, "learn": learn}
+  run = train._Run(config_of(texts, tmp_path, data=data), tiny_model())
+  for batches, prompts_count in ((run.batches, learn == "all"), (run.held_out, False)):
+    batch = batches.batch(0)
+    text = batch.segment > 0
+    assert batch.loss.any() and not batch.loss[~text].any()
+    assert (batch.loss == text).all() == prompts_count
+
+
 def test_an_interrupted_run_goes_on_to_the_same_head(texts, tmp_path, monkeypatch):
   fields = dict(draft_vocab_size=32, ema=0.5, checkpoint={"every": 5})
   whole = train.train(config_of(texts, tmp_path / "a", "eagle3", **fields), tiny_model())

@@ -109,6 +109,7 @@ def test_overrides_have_the_syntax_of_toml_values_and_bare_words_are_strings(tom
   ("method=eagle9", "method must be one of eagle3, eagle, medusa, .*, got 'eagle9'"),
   ("dtype=float16", "dtype must be one of float32, bfloat16, got 'float16'"),
   ("data.layout=loose", "data.layout must be one of packed, padded, got 'loose'"),
+  ("data.learn=some", "data.learn must be one of answers, all, got 'some'"),
   ("data.validation=2", "data.validation must lie in 0..1, got 2.0"),
   ("data.max_length=0", "data.max_length must be >= 1, got 0"),
   ("data.row_length=5", "data.row_length=5 must be 0 or >= data.max_length=2048"),

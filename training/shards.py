@@ -112,6 +112,10 @@ class Sequences:
         source=tuple(self.source[i] for i in rows),
         place=None if self.place is None else self.place[rows])
 
+  def all_learnt(self) -> Sequences:
+    """Prompts are to be learnt as well: a head's features there come at no cost."""
+    return dataclasses.replace(self, loss=np.ones_like(self.loss))
+
   def split(self, validation: float, seed: int) -> tuple[Sequences, Sequences]:
     """(training, validation) by prompt, as conversations.split does it."""
     held = np.array([held_out(key, validation, seed) for key in self.key], bool)

@@ -70,6 +70,8 @@ class _Run:
         config.data.validation, config.seed)
     begin = start.start_from(config, loaded)
     target_id = start.vocabulary(config, training, loaded.config.vocab_size, begin)
+    if config.data.learn == "all":
+      training = training.all_learnt()
     self.method = make_method(config.method, options, loaded.config, target_id)
     self._check_end()
     self.batches = _batches(config, self.method, loaded, training)
