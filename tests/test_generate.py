@@ -6,6 +6,8 @@ import functools
 import gc
 import itertools
 import json
+import os
+import signal
 
 import numpy as np
 import pytest
@@ -24,6 +26,8 @@ WORDS = ["the cat", "on the hat", "abc abc", "he", "in", "and on", "er er er", "
 LAYERS = (2, 0)  # the final hidden state of two layers, and the embedding
 OPTIONS = Options(max_tokens=10, temperature=0.9, greedy_share=0.5, max_prompt_tokens=22,
                   features=LAYERS, batch_size=4, shard_size=5, dtype="float32")
+COMMAND = ["--target", NAME, "--max-tokens", "4", "--max-prompt-tokens", "28",
+           "--batch-size", "4", "--dtype", "float32"]
 
 
 def ask(word, **said):
@@ -140,6 +144,28 @@ def test_a_resumed_run_writes_what_an_uninterrupted_one_does(whole, tmp_path):
   assert run(tmp_path)[:3] == (0, 12, 0)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_what_is_answered(number, tmp_path, monkeypatch, capsys):
+  prompts = tmp_path / "prompts.jsonl"
+  prompts.write_text("\n".join(json.dumps({"prompt": w}) for w in WORDS[:3]))
+  answered = LLM.as_completed
+
+  def killed(llm, *given):
+    for output in answered(llm, *given):
+      yield output
+      os.kill(os.getpid(), number)
+
+  monkeypatch.setattr(LLM, "as_completed", killed)
+  before = signal.signal(number, signal.SIG_IGN)
+  try:
+    assert main([*COMMAND, "--prompts", str(prompts), "--output", str(tmp_path / "out")]) == 130
+    assert signal.getsignal(number) == signal.SIG_IGN
+  finally:
+    signal.signal(number, before)
+  assert "the same command goes on" in capsys.readouterr().err
+  assert len(read_shards(tmp_path / "out")) == 1
+
+
 def test_more_prompts_and_a_higher_limit_go_on_from_what_is_there(tmp_path):
   some = dict(features=(), max_tokens=3, max_model_len=OPTIONS.room)
   run(tmp_path, ASKED[:6], limit=3, **some)
@@ -220,9 +246,7 @@ def test_the_greedy_share_is_kept():
 def test_the_command_answers_a_file_and_says_so(tmp_path, capsys):
   prompts = tmp_path / "prompts.jsonl"
   prompts.write_text("\n".join(json.dumps({"prompt": w}) for w in WORDS[:3]))
-  command = ["--target", NAME, "--prompts", str(prompts), "--output", str(tmp_path / "out"),
-             "--max-tokens", "4", "--max-prompt-tokens", "28", "--batch-size", "4",
-             "--dtype", "float32"]
+  command = [*COMMAND, "--prompts", str(prompts), "--output", str(tmp_path / "out")]
   for answered, before in ((3, 0), (0, 3)):
     assert main(command) == 0
     said = capsys.readouterr().out

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import hashlib
 import pathlib
+import signal
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -224,12 +226,24 @@ def make_parser() -> argparse.ArgumentParser:
   return parser
 
 
+@contextlib.contextmanager
+def _interrupted_by(*signals: int) -> Iterator[None]:
+  """Each of them is a KeyboardInterrupt, also SIGINT in a shell's background, where it is off."""
+  before = {number: signal.signal(number, signal.default_int_handler) for number in signals}
+  try:
+    yield
+  finally:
+    for number, handler in before.items():
+      signal.signal(number, handler)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
   given = vars(make_parser().parse_args(arguments))
   target, files, folder = (given.pop(name) for name in ("target", "prompts", "output"))
   try:
     options = Options(**{**given, "features": tuple(given["features"])})
-    done = generate(target, conversations.read(files), folder, options)
+    with _interrupted_by(signal.SIGINT, signal.SIGTERM):
+      done = generate(target, conversations.read(files), folder, options)
   except ValueError as error:
     print(f"training.generate: {error}", file=sys.stderr)
     return BAD_INPUT
