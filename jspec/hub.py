@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jspec import shipped
 from jspec.config import ModelConfig
 from jspec.hf_config import hf_config_from_model, model_config_from_hf
 from jspec.tokenizer import Tokenizer, gguf_tokenizer, load_tokenizer
@@ -174,7 +175,8 @@ def resolve(name: str | pathlib.Path, cache_dir: str | pathlib.Path | None = Non
 
 def may_be_head(name: str | pathlib.Path) -> bool:
   """Whether the name is of something that `resolve_head` can open: not an embedded model's."""
-  there = pathlib.Path(name).expanduser().exists() or _REPO_ID.fullmatch(str(name)) is not None
+  there = (pathlib.Path(name).expanduser().exists() or shipped.head_folder(name) is not None
+           or _REPO_ID.fullmatch(str(name)) is not None)
   return there and str(name) not in DEFAULT_MODELS
 
 
@@ -183,18 +185,23 @@ def resolve_head(name: str | pathlib.Path) -> pathlib.Path:
   path = pathlib.Path(name).expanduser()
   if path.exists():
     return path
+  own = shipped.head_folder(name)
+  if own is not None:
+    return own
   if _REPO_ID.fullmatch(str(name)):
     folder = _hugging_face(str(name), _REPO_FILES)
     return folder if any(folder.glob("*.safetensors")) else _hugging_face(str(name), _TORCH_FILES)
   raise ValueError(f"checkpoint {str(name)!r} is unknown: give a folder, a .safetensors, .bin or "
-                   ".pt file, or a Hugging Face repo id (org/name)")
+                   f".pt file, a Hugging Face repo id (org/name), or {', '.join(shipped.HEADS)}")
 
 
 def list_models(cache_dir: str | pathlib.Path | None = None) -> list[ModelRow]:
   """The models known by name."""
   cache = cache_folder(cache_dir)
-  return [ModelRow(name, model.description, model.licence, _is_whole(cache / name))
-          for name, model in DEFAULT_MODELS.items()]
+  models = [ModelRow(name, model.description, model.licence, _is_whole(cache / name))
+            for name, model in DEFAULT_MODELS.items()]
+  return models + [ModelRow(name, f"drafting head for {target}, comes with jspec", "Apache-2.0",
+                            True) for name, target in shipped.HEADS.items()]
 
 
 def cache_folder(cache_dir: str | pathlib.Path | None) -> pathlib.Path:
