@@ -5,6 +5,7 @@ Its data is made first, see the README's section on training:
 The second stage starts from the first one's head:
   python -m training.train --config training/configs/eagle3_smollm2.py output=runs/smollm2/eagle3b \
     init_from=runs/smollm2/eagle3/head options.steps=2 epochs=1.0 optimizer.learning_rate=5e-4
+The head that comes with jspec took other epochs and data.learn: its card has the commands.
 """
 
 from training.config import (
