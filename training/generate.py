@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import hashlib
 import pathlib
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +22,7 @@ from jspec.sampling_params import SamplingParams
 from training import conversations
 from training.conversations import Conversation
 from training.shards import Origin, Row, fingerprint, read_shards, shard_files, write_shard
+from training.stop_signals import stop_signals
 
 DEFAULT_TARGET = "smollm2-135m-instruct"
 BAD_INPUT, INTERRUPTED = 2, 130  # exit codes
@@ -226,23 +226,12 @@ def make_parser() -> argparse.ArgumentParser:
   return parser
 
 
-@contextlib.contextmanager
-def _interrupted_by(*signals: int) -> Iterator[None]:
-  """Each of them is a KeyboardInterrupt, also SIGINT in a shell's background, where it is off."""
-  before = {number: signal.signal(number, signal.default_int_handler) for number in signals}
-  try:
-    yield
-  finally:
-    for number, handler in before.items():
-      signal.signal(number, handler)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
   given = vars(make_parser().parse_args(arguments))
   target, files, folder = (given.pop(name) for name in ("target", "prompts", "output"))
   try:
     options = Options(**{**given, "features": tuple(given["features"])})
-    with _interrupted_by(signal.SIGINT, signal.SIGTERM):
+    with stop_signals(signal.default_int_handler):
       done = generate(target, conversations.read(files), folder, options)
   except ValueError as error:
     print(f"training.generate: {error}", file=sys.stderr)

@@ -8,18 +8,15 @@ Run again with the same configuration, it goes on from its last checkpoint.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import hashlib
 import importlib.util
 import json
 import pathlib
-import signal
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import jax
@@ -38,6 +35,7 @@ from training.export_formats import STYLES, format_of, sayable
 from training.methods import METHODS, make_method
 from training.optimizer import make_optimizer, make_schedule
 from training.shards import Sequences
+from training.stop_signals import stop_signals
 from training.types import Batch, Method, Metrics, Params
 
 ENGINE_PROMPTS, ENGINE_TOKENS = 16, 64  # of the final measurement in the engine
@@ -154,7 +152,8 @@ class _Run:
 
   def loop(self) -> None:
     """Until the last step; SIGINT or SIGTERM save the state after the step they come in."""
-    with _signals() as came:
+    came: list[int] = []  # an update must not be torn from the state it donates
+    with stop_signals(lambda number, frame: came.append(number)):
       self._loop(came)
 
   def _loop(self, came: list[int]) -> None:
@@ -310,22 +309,6 @@ def _check_finite(found: Metrics, step: int, latest: int | None) -> None:
     kept = "there is no checkpoint" if latest is None else f"the last checkpoint is step {latest}"
     raise FloatingPointError(f"step {step}: {', '.join(bad)} is not finite ({kept}): begin anew in "
                              "another output folder, with a lower learning rate or clip_norm")
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[list[int]]:
-  """The SIGINTs and SIGTERMs that came: an update must not be torn from the state it donates."""
-  came: list[int] = []
-  if threading.current_thread() is not threading.main_thread():  # only it may have handlers
-    yield came
-    return
-  before = {number: signal.signal(number, lambda number, frame: came.append(number))
-            for number in (signal.SIGINT, signal.SIGTERM)}
-  try:
-    yield came
-  finally:
-    for number, handler in before.items():
-      signal.signal(number, handler)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
