@@ -8,7 +8,7 @@ import json
 import pytest
 from tiny_llm import EOS, byte_tokenizer
 
-from training.conversations import Conversation, encode, encode_all, read, split
+from training.conversations import Conversation, encode, encode_all, read, split, told
 
 USER, BOT = "user", "assistant"
 
@@ -33,13 +33,14 @@ def test_formats_are_told_by_their_content(tmp_path):
       write(tmp_path, "lines.json", [
           {"messages": list(expected), "source": "own"}, {"prompt": "a"},
           {"prompt": "a", "response": "b"}, {"prompt": [turn(USER, "a")], "response": "b"},
-          {"turns": ["a", "then c"], "category": "x"}, {"conversations": said}]),
+          {"turns": ["a", "then c"], "category": "x"}, {"conversations": said},
+          {"conversations": list(expected)}]),
       write(tmp_path, "book", "One\nparagraph [1].\n \n\n{Two}\n")]
   asked, answered = (turn(USER, "a"),), (turn(USER, "a"), turn(BOT, "b"))
   assert read(files) == [Conversation("list", expected), Conversation("own", expected), *(
       Conversation(source, m) for source, m in (
           ("lines", asked), ("lines", answered), ("lines", answered), ("x", asked),
-          ("lines", expected))),
+          ("lines", expected), ("lines", expected))),
       Conversation("book", text="One\nparagraph [1]."), Conversation("book", text="{Two}")]
 
 
@@ -102,12 +103,12 @@ def test_only_the_assistants_words_and_its_end_of_turn_are_learnt():
   tokenizer = byte_tokenizer()
   talk = Conversation("x", (turn(USER, "the cat"), turn(BOT, "on the hat"), turn(USER, "and"),
                             turn(BOT, "in")))
-  tokens, loss = encode(talk, tokenizer)
+  (tokens, loss), = encode(talk, tokenizer)
   text = "<|user|>the cat<|end|><|bot|>on the hat<|end|><|user|>and<|end|><|bot|>in<|end|>"
   assert tokens.tolist() == tokenizer.encode(text)
   assert tokenizer.decode(tokens[loss], False) == "on the hat<|end|>in<|end|>"
   assert (tokens[loss] == EOS).sum() == 2
-  tokens, loss = encode(Conversation("x", text="the cat"), tokenizer)
+  (tokens, loss), = encode(Conversation("x", text="the cat"), tokenizer)
   assert loss.all() and tokenizer.decode(tokens) == "the cat"
 
 
@@ -117,21 +118,68 @@ def test_the_mask_ends_with_the_turn_and_begins_where_tokens_part():
               "{{ m.content }}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|bot|>t"
               "{% endif %}")
   tokenizer = dataclasses.replace(byte_tokenizer(), chat_template=template)
-  tokens, loss = encode(Conversation("x", (turn(USER, "a"), turn(BOT, "he cat"))), tokenizer)
+  (tokens, loss), = encode(Conversation("x", (turn(USER, "a"), turn(BOT, "he cat"))), tokenizer)
   assert tokenizer.decode(tokens, False).endswith("the cat<|end|>\n")
   assert tokenizer.decode(tokens[loss], False) == "the cat<|end|>"  # "the" is one token
-  assert not encode(Conversation("x", (turn(BOT, "on"), turn(USER, "a"))), tokenizer)[1].any()
+  (_, loss), = encode(Conversation("x", (turn(BOT, "on"), turn(USER, "a"))), tokenizer)
+  assert not loss.any()
 
 
-@pytest.mark.parametrize("prompt, count", [("", 3), ("<|bot|>", 2)])
-def test_a_template_that_changes_earlier_text_is_refused(prompt, count):
-  """It drops an answer when the talk goes on, or the generation prompt when it is answered."""
-  template = ("{% for m in messages %}{{ m.content if loop.last or m.role == 'user' else 'cut' }}"
-              "<|end|>{% endfor %}{% if add_generation_prompt %}" + prompt + "{% endif %}")
-  tokenizer = dataclasses.replace(byte_tokenizer(), chat_template=template)
-  talk = (turn(USER, "a"), turn(BOT, "long"), turn(USER, "b"))
-  with pytest.raises(ValueError, match="changes earlier text when more follows, at turn 1"):
-    encode(Conversation("x", talk[:count]), tokenizer)
+# As Qwen3's: of earlier answers the thinking is dropped, here all before a full stop.
+FORGETFUL = (
+    "{% set ns = namespace(past=false) %}"
+    "{% set last = messages | selectattr('role', 'equalto', 'user') | list | last %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.past = m != last %}<|user|>"
+    "{{ m.content }}{% else %}<|bot|>{{ m.content.split('.')[-1] if ns.past else m.content }}"
+    "{% endif %}<|end|>{% endfor %}{% if add_generation_prompt %}<|bot|>{% endif %}")
+
+
+def test_an_answer_that_the_template_changes_later_is_learnt_in_its_own_context():
+  tokenizer = dataclasses.replace(byte_tokenizer(), chat_template=FORGETFUL)
+  talk = (turn(USER, "a"), turn(BOT, "one.on"), turn(USER, "b"), turn(BOT, "in"), turn(USER, "c"),
+          turn(BOT, "two.he"), turn(USER, "the end"))
+  found = [(tokenizer.decode(tokens, False), tokenizer.decode(tokens[loss], False))
+           for tokens, loss in encode(Conversation("x", talk), tokenizer)]
+  assert found == [
+      ("<|user|>a<|end|><|bot|>one.on<|end|>", "one.on<|end|>"),
+      # The second answer has no thinking: the third one's context appends to it.
+      ("<|user|>a<|end|><|bot|>on<|end|><|user|>b<|end|><|bot|>in<|end|><|user|>c<|end|>"
+       "<|bot|>two.he<|end|>", "in<|end|>two.he<|end|>")]
+  # Where nothing is dropped the same template makes one sequence.
+  assert len(encode(Conversation("x", talk[2:4] + talk[:1] + talk[3:4]), tokenizer)) == 1
+
+
+def test_an_answer_that_does_not_continue_the_generation_prompt_is_refused_or_left_out():
+  tokenizer = dataclasses.replace(byte_tokenizer(), chat_template=(
+      "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"
+      "{% if add_generation_prompt %}<|bot|>{% endif %}"
+      "{{ raise_exception('no c') if messages[0].content == 'c' else '' }}"))
+  bad = Conversation("bad", (turn(USER, "a"), turn(BOT, "long")))
+  refused = Conversation("refused", (turn(USER, "c"), turn(BOT, "long")))
+  good = Conversation("good", text="the cat")
+  with pytest.raises(ValueError, match="turn 1 of a conversation of 'bad' does not continue"):
+    encode_all([good, bad], tokenizer)
+  faults: list[str] = []
+  kept = encode_all([bad, good, refused], tokenizer, faults)
+  assert kept.source == ("good",) and [f"{'bad' in f} {'no c' in f}" for f in faults] == [
+      "True False", "False True"]
+  with pytest.raises(ValueError, match=r"no assistant turns in bad \(left out 1 faulty row; the "
+                     "first: turn 1"):
+    encode_all([bad], tokenizer, [])
+
+
+def test_faulty_rows_are_counted_and_left_out_where_that_is_asked_for(tmp_path):
+  deep = "[" * 100_000
+  file = write(tmp_path, "a.jsonl", '{"prompt": "a"}\n{"prompt": \n{"messages": "b"}\n'
+               '{"prompt": "c"}\n{"messages": [{"role": "x", "content": "y"}]}\n{"prompt": '
+               f'{deep}')
+  faults: list[str] = []
+  assert [c.messages[0]["content"] for c in read([file], faults)] == ["a", "c"]
+  assert [fault.removeprefix(str(tmp_path)).split(": ")[0] for fault in faults] == [
+      "/a.jsonl:2", "/a.jsonl:3", "/a.jsonl:5", "/a.jsonl:6"]
+  assert told(faults) == f"left out 4 faulty rows; the first: {faults[0]}"
+  with pytest.raises(ValueError, match="b.jsonl holds 1 faulty rows and no other; the first: .*:1"):
+    read([file, write(tmp_path, "b.jsonl", '{"prompt": 3}')], faults)
 
 
 def test_data_without_answers_is_refused():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import itertools
 import json
 import os
 import signal
+import types
 
 import numpy as np
 import pytest
@@ -191,14 +193,23 @@ def test_a_folder_of_other_settings_is_refused(whole, changes, message):
   assert len(shard_files(whole)) == 3
 
 
-def test_only_prompts_that_fit_are_answered():
-  """Trailing answers are taken off; plain text goes on as it is."""
+def test_only_prompts_that_fit_are_answered(capsys):
+  """Trailing answers are taken off; plain text goes on as it is; a template may refuse others."""
+  def fails(messages):
+    raise ValueError("refused")
+
   llm = plain_llm()
   bot_first = Conversation("x", ({"role": "assistant", "content": "he"},))
   asked = [ask("the", a="on"), ask("a" * 30), bot_first, Conversation("y", text="he he")]
   found = {p.index: p.token for p in module.find_prompts(asked, llm, OPTIONS)}
   encode = llm.tokenizer.encode
   assert found == {0: tuple(encode("<|user|>the<|end|><|bot|>")), 3: tuple(encode("he he"))}
+  llm_without = types.SimpleNamespace(tokenizer=llm.tokenizer, encode_chat=fails)
+  with pytest.raises(ValueError, match="refused"):
+    module.find_prompts(asked, llm_without, OPTIONS)
+  skipping = dataclasses.replace(OPTIONS, skip_faulty_rows=True)
+  assert [p.index for p in module.find_prompts(asked, llm_without, skipping)] == [3]
+  assert "left out 2 faulty rows; the first: refused" in capsys.readouterr().err
   with pytest.raises(ValueError, match="none of 2 conversations is a prompt to answer: 1 have more "
                      "than max_prompt_tokens=22 tokens"):
     module.find_prompts(asked[1:3], llm, OPTIONS)
@@ -245,12 +256,19 @@ def test_the_greedy_share_is_kept():
 
 def test_the_command_answers_a_file_and_says_so(tmp_path, capsys):
   prompts = tmp_path / "prompts.jsonl"
-  prompts.write_text("\n".join(json.dumps({"prompt": w}) for w in WORDS[:3]))
+  rows = [{"prompt": WORDS[0]}, {"prompt": 3}, *({"prompt": w} for w in WORDS[1:3]),
+          {"prompt": "x" * 40}]
+  prompts.write_text("\n".join(map(json.dumps, rows)))
   command = [*COMMAND, "--prompts", str(prompts), "--output", str(tmp_path / "out")]
+  assert main(command) == 2
+  assert f"{prompts}:2: a prompt must be text" in capsys.readouterr().err
+  command.append("--skip-faulty-rows")
   for answered, before in ((3, 0), (0, 3)):
     assert main(command) == 0
-    said = capsys.readouterr().out
+    said, told = capsys.readouterr()
     assert f"{answered} answers of " in said and f"{before} were there already" in said
+    assert f"4 conversations; left out 1 faulty row; the first: {prompts}:2: " in told
+    assert "left out 1 prompts of more than 28 tokens (max_prompt_tokens)" in told
   assert len(read_shards(tmp_path / "out")) == 3
   assert main([*command, "--seed", "7"]) == 2
   assert capsys.readouterr().err.startswith("training.generate: ")

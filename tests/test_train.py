@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import signal
 
 import jax
@@ -164,7 +165,7 @@ def test_prompts_are_learnt_on_request_and_never_judged(learn, texts, tmp_path):
     assert (batch.loss == text).all() == prompts_count
 
 
-def test_an_interrupted_run_goes_on_to_the_same_head(texts, tmp_path, monkeypatch):
+def test_an_interrupted_run_goes_on_to_the_same_head(texts, tmp_path, monkeypatch, capsys):
   fields = dict(draft_vocab_size=32, ema=0.5, checkpoint={"every": 5})
   whole = train.train(config_of(texts, tmp_path / "a", "eagle3", **fields), tiny_model())
   config = config_of(texts, tmp_path / "b", "eagle3", **fields)
@@ -173,8 +174,18 @@ def test_an_interrupted_run_goes_on_to_the_same_head(texts, tmp_path, monkeypatc
     train.train(config, tiny_model())
   monkeypatch.undo()
   assert Checkpoints(config.checkpoint_folder, read_only=True).latest() == 4
+  assert "going on" not in capsys.readouterr().out
   resumed = train.train(config, tiny_model())
   assert resumed["validation"] == whole["validation"]
+  said = capsys.readouterr().out.splitlines()
+  counts = re.fullmatch(r"(\d+) sequences of \d+ tokens, \d+ of them to learn; (\d+) held out",
+                        said[1])
+  assert counts is not None and sum(map(int, counts.groups())) == 40
+  expected = (f"reading {texts}", "training eagle3 for 6 steps; the first one ",
+              f"going on from step 4 of 6, the last checkpoint in {config.checkpoint_folder}",
+              f"exported to {tmp_path / 'b' / 'head'}", "measuring it in the engine on ")
+  told = [line for line in said if line.startswith(expected)]
+  assert len(told) == len(expected) and all(map(str.startswith, told, expected))
   heads = [load_head(tmp_path / name / "head", tiny_model().config)[1] for name in "ab"]
   jax.tree.map(np.testing.assert_array_equal, *heads)
 

@@ -59,6 +59,7 @@ class DataConfig(_Checked):
   shards: tuple[str, ...] = ()  # folders that training.generate wrote
   conversations: tuple[str, ...] = ()  # files or folders of texts
   validation: float = 0.05  # share of the prompts
+  faulty_rows: str = "refuse"  # of conversations; "skip": they are counted and left out
   learn: str = "answers"  # "all": prompts, too; validation is on answers either way
   max_length: int = 2048  # tokens of a sequence
   cut: bool = False  # longer sequences are cut, not refused
@@ -68,6 +69,7 @@ class DataConfig(_Checked):
   features: str = "on_the_fly"  # "stored": as they lie in the shards
 
   def check(self) -> None:
+    self.one_of("faulty_rows", ("refuse", "skip"))
     self.one_of("learn", ("answers", "all"))
     self.one_of("layout", ("packed", "padded"))
     self.one_of("features", ("stored", "on_the_fly"))

@@ -43,6 +43,7 @@ class Options:
   features: tuple[int, ...] = ()  # the layers whose hidden states are kept
   batch_size: int = 64  # requests side by side
   shard_size: int = 256  # sequences per file
+  skip_faulty_rows: bool = False  # they are counted and left out, not refused
   dtype: str = "auto"
 
   def __post_init__(self):
@@ -135,23 +136,37 @@ def find_prompts(asked: Sequence[Conversation], llm: LLM, options: Options) -> l
   The order is random, but more conversations at the end change nothing in that of the others.
   """
   order = sorted(range(len(asked)), key=lambda i: _draw(options.seed, i, "order"))
+  faults: list[str] | None = [] if options.skip_faulty_rows else None
   found, too_long = [], 0
   for index in order:
     one = asked[index]
     if not one.prompt and not one.text:
       continue
-    token = llm.encode_chat(one.prompt) if one.prompt else llm.tokenizer.encode(one.text)
+    token = None
+    with conversations.kept(faults):
+      token = llm.encode_chat(one.prompt) if one.prompt else llm.tokenizer.encode(one.text)
+    if token is None:
+      continue
     if len(token) > options.max_prompt_tokens:
       too_long += 1
       continue
     found.append(Prompt(index, one.key, one.source, tuple(token)))
     if len(found) == options.limit:
       break
+  if faults:
+    _say(conversations.told(faults))
+  if too_long:
+    _say(f"left out {too_long} prompts of more than {options.max_prompt_tokens} tokens "
+         "(max_prompt_tokens)")
   if not found:
     raise ValueError(f"none of {len(asked)} conversations is a prompt to answer: {too_long} have "
                      f"more than max_prompt_tokens={options.max_prompt_tokens} tokens, the others "
                      "no user's turn")
   return found
+
+
+def _say(what: str) -> None:
+  print(f"training.generate: {what}", file=sys.stderr, flush=True)
 
 
 def _row(prompt: Prompt, answer: Any) -> Row:
@@ -223,6 +238,8 @@ def make_parser() -> argparse.ArgumentParser:
   add("--shard-size", type=int, default=default.shard_size,
       help="sequences per file (default: %(default)s)")
   add("--dtype", choices=("auto", *DTYPES), default=default.dtype)
+  add("--skip-faulty-rows", action="store_true", help="rows that cannot be read, or that the chat "
+      "template refuses, are counted and left out; else the first one ends the run")
   return parser
 
 
@@ -231,8 +248,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
   target, files, folder = (given.pop(name) for name in ("target", "prompts", "output"))
   try:
     options = Options(**{**given, "features": tuple(given["features"])})
+    faults: list[str] | None = [] if options.skip_faulty_rows else None
     with stop_signals(signal.default_int_handler):
-      done = generate(target, conversations.read(files), folder, options)
+      asked = conversations.read(files, faults)
+      _say(f"{len(asked)} conversations" + (f"; {conversations.told(faults)}" if faults else "")
+           + f"; loading the target {target}")
+      done = generate(target, asked, folder, options)
   except ValueError as error:
     print(f"training.generate: {error}", file=sys.stderr)
     return BAD_INPUT

@@ -50,7 +50,10 @@ def train(config: TrainConfig, loaded: hub.LoadedModel | None = None) -> dict[st
 
   loaded: config.target, where it is at hand.
   """
-  run = _Run(config, loaded or hub.load_model(config.target, dtype=config.dtype))
+  if loaded is None:
+    _say(config, f"loading the target {config.target}")
+    loaded = hub.load_model(config.target, dtype=config.dtype)
+  run = _Run(config, loaded)
   run.loop()
   return run.finish()
 
@@ -70,6 +73,8 @@ class _Run:
     target_id = start.vocabulary(config, training, loaded.config.vocab_size, begin)
     if config.data.learn == "all":
       training = training.all_learnt()
+    _say(config, f"{len(training)} sequences of {len(training.token)} tokens, "
+         f"{int(training.loss.sum())} of them to learn; {len(self.validation)} held out")
     self.method = make_method(config.method, options, loaded.config, target_id)
     self._check_end()
     self.batches = _batches(config, self.method, loaded, training)
@@ -87,6 +92,7 @@ class _Run:
       start.check_same_head(config, self.method, begin[0])
       params = start.like(self.method.init(jax.random.key(config.seed), loaded.params), begin[1],
                           config.init_from)
+    _say(config, f"training {config.method} for {self.num_steps} steps; the first one compiles")
     self._place(optimizer, params)
     self.checkpoints = Checkpoints(config.checkpoint_folder, config.checkpoint.keep,
                                    config.checkpoint.every)
@@ -125,7 +131,10 @@ class _Run:
     if about.position != self.about.position:
       raise ValueError(f"the checkpoint in {self.checkpoints.folder} was trained on other data: it "
                        f"says {about.position}, now there is {self.about.position}")
-    return int(self.state.step)
+    step = int(self.state.step)
+    _say(self.config, f"going on from step {step} of {self.num_steps}, the last checkpoint in "
+         f"{self.checkpoints.folder}")
+    return step
 
   def _check_end(self) -> None:
     """Refuses before training what could not be exported, drawn or measured after it."""
@@ -145,8 +154,8 @@ class _Run:
     if config.log.plot and importlib.util.find_spec("matplotlib") is None:
       raise ValueError("log.plot needs matplotlib: pip install 'jspec[bench]'")
     if not len(self.validation):
-      print("no prompt is held out of the few there are (data.validation="
-            f"{config.data.validation}): nothing will be evaluated", flush=True)
+      _say(config, "no prompt is held out of the few there are (data.validation="
+           f"{config.data.validation}): nothing will be evaluated")
 
   # -------------------------------------------------------------- the loop
 
@@ -209,14 +218,16 @@ class _Run:
     else:
       export(folder, head, params, loaded.config, name, config.export_style or None,
              "int8" if config.export_style == "compact" else "bfloat16", overwrite=True)
+    _say(config, f"exported to {folder}")
     result: dict[str, Any] = {"steps": self.num_steps, "validation": found}
     self._write(result)
     prompts = _prompts(self.validation, loaded.config.max_positions - ENGINE_TOKENS)
     if prompts:
       kind = METHODS[config.method].speculative_method
+      _say(config, f"measuring it in the engine on {len(prompts)} prompts")
       measured = evaluate.in_engine(loaded, str(folder), kind, prompts, method.depth,
                                     ENGINE_TOKENS)
-      print(f"in the engine, {measured.describe()}", flush=True)
+      _say(config, f"in the engine, {measured.describe()}")
       result["engine"] = dataclasses.asdict(measured)
       self._write(result)
     if config.log.plot:
@@ -251,8 +262,15 @@ class _Run:
 def _sequences(config: TrainConfig, loaded: hub.LoadedModel, fingerprint: str) -> Sequences:
   data = config.data
   if data.shards:
+    _say(config, f"reading {', '.join(data.shards)}")
     return shards.join([shards.read_shards(folder, fingerprint) for folder in data.shards])
-  return conversations.encode_all(conversations.read(data.conversations), loaded.tokenizer)
+  _say(config, f"reading {', '.join(data.conversations)}")
+  faults: list[str] | None = [] if data.faulty_rows == "skip" else None
+  read = conversations.read(data.conversations, faults)
+  sequences = conversations.encode_all(read, loaded.tokenizer, faults)
+  if faults:
+    _say(config, conversations.told(faults))
+  return sequences
 
 
 def _batches(config: TrainConfig, method: Method, loaded: hub.LoadedModel,
@@ -293,6 +311,12 @@ def _prompts(sequences: Sequences, room: int) -> list[list[int]]:
     if size <= room:
       out.append(sequences.token[own][:size].tolist())
   return out[:ENGINE_PROMPTS]
+
+
+def _say(config: TrainConfig, what: str) -> None:
+  """On the terminal, where the run reports there."""
+  if config.log.stdout:
+    print(what, flush=True)
 
 
 def _digest(*arrays: np.ndarray) -> str:
