@@ -17,16 +17,16 @@ from jspec.sampling_params import SamplingParams
 from jspec.spec_config import SpeculativeConfig
 
 if TYPE_CHECKING:
-  from jspec.async_llm import AsyncLLM, Draining, EngineDead, QueueFull
+  from jspec.async_llm import AsyncLLM, Draining, EngineDead, QueueFull, RequestFailed
   from jspec.llm import LLM
 
 __version__ = "0.1.0"
 
 __all__ = ["LLM", "AsyncLLM", "CompletionOutput", "Draining", "EngineDead", "EngineStats",
-           "Logprob", "QueueFull", "RequestOutput", "SamplingParams", "SpeculativeConfig",
-           "SpeculativeStats", "Timing"]
+           "Logprob", "QueueFull", "RequestFailed", "RequestOutput", "SamplingParams",
+           "SpeculativeConfig", "SpeculativeStats", "Timing"]
 _BRING_JAX = {"LLM": "llm", "AsyncLLM": "async_llm", "QueueFull": "async_llm",
-              "Draining": "async_llm", "EngineDead": "async_llm"}
+              "Draining": "async_llm", "EngineDead": "async_llm", "RequestFailed": "async_llm"}
 
 
 def __getattr__(name: str) -> Any:

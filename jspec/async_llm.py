@@ -10,8 +10,9 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, NamedTuple
 
-from jspec.llm import LLM, Group
+from jspec.llm import LLM
 from jspec.outputs import EngineStats, RequestOutput
+from jspec.request import Group, failure
 from jspec.sampling_params import SamplingParams
 
 
@@ -28,6 +29,10 @@ class Draining(Exception):
 
 class EngineDead(Exception):
   """The engine's thread ended by an error; nothing can be served any more."""
+
+
+class RequestFailed(Exception):
+  """A request that was taken could not be answered, by no fault of its own; others go on."""
 
 
 class AsyncLLM:
@@ -69,7 +74,8 @@ class AsyncLLM:
       priority: the lower, the sooner; equal ones first come, first served.
 
     Raises:
-      ValueError: for what cannot be served as asked. QueueFull, Draining, EngineDead: see there.
+      ValueError: for what cannot be served as asked. QueueFull, Draining, EngineDead,
+      RequestFailed: see there.
     """
     params = params or SamplingParams()
     if params.n > self.max_outputs:
@@ -159,11 +165,11 @@ class AsyncLLM:
       while self._obey(streams):
         engine = self.llm.engine
         engine.step(self._steps_per_turn)
-        for group in [g for g in self._groups.values() if g.news()]:
-          output = group.output()
-          streams[group.request_id].put(output)
-          if output.finished:
-            del self._groups[group.request_id], streams[group.request_id]
+        for group in list(self._groups.values()):
+          try:
+            self._show(group, streams)
+          except Exception as error:
+            self._fail(group, streams, RequestFailed(failure(error)))
       for group in self._groups.values():
         self._abort(group)
       self._end(streams, Draining("the server was stopped"))
@@ -188,12 +194,30 @@ class AsyncLLM:
           for request in group.requests:
             self.llm.engine.add(request)
         except ValueError as error:  # such as more pages than there are
-          del self._groups[group.request_id], streams[group.request_id]
-          self._abort(group)
-          command.stream.put(error)
+          self._fail(group, streams, error)
+        except Exception as error:
+          self._fail(group, streams, RequestFailed(failure(error)))
       elif self._groups.pop(group.request_id, None) is not None:
         del streams[group.request_id]
         self._abort(group)
+
+  def _show(self, group: Group, streams: dict[str, _Stream]) -> None:
+    """Hands the group's reader what is new."""
+    if not group.news():
+      return
+    if group.error is not None:
+      return self._fail(group, streams, RequestFailed(group.error))
+    output = group.output()
+    streams[group.request_id].put(output)
+    if output.finished:
+      del self._groups[group.request_id], streams[group.request_id]
+    return None
+
+  def _fail(self, group: Group, streams: dict[str, _Stream], error: Exception) -> None:
+    """The end of one group, all its outputs, and no other."""
+    del self._groups[group.request_id]
+    streams.pop(group.request_id).put(error)
+    self._abort(group)
 
   def _abort(self, group: Group) -> None:
     for request in group.requests:

@@ -17,7 +17,7 @@ from jspec.placement import Placement
 from jspec.plan import StepConfig
 from jspec.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 from jspec.slot_sampling import empty_sampling
-from jspec.types import FirstToken, SlotRequest, SlotSampling, SpecState, StepOutput
+from jspec.types import FirstToken, SlotRequest, SpecState, StepOutput
 
 MEASURED_STEPS, MEASUREMENTS = 2, 5  # steps at each width, and how often
 
@@ -52,7 +52,6 @@ class Device:
                              out_shardings=self._everywhere)
     self._next_key = jax.jit(lambda i: jax.random.fold_in(jax.random.key(config.seed), i),
                              out_shardings=self._everywhere)
-    self._unseeded = 0
     self.state: SpecState = jax.jit(lambda: make(jax.random.key(config.seed)),
                                     out_shardings=self._shardings)()
 
@@ -69,11 +68,15 @@ class Device:
     return jax.jit(traced, donate_argnums=state_argument, in_shardings=tuple(takes),
                    out_shardings=out)
 
-  def key(self, seed: int | None) -> jax.Array:
-    """Of a request's random numbers."""
+  @property
+  def is_lost(self) -> bool:
+    """Whether a program took the state and did not give it back: nothing can go on."""
+    return self.state.root.is_deleted()
+
+  def key(self, seed: int | None, number: int) -> jax.Array:
+    """Of a request's random numbers. number: sets those without a seed apart."""
     if seed is None:
-      self._unseeded += 1
-      return self._next_key(np.uint32(self._unseeded))
+      return self._next_key(np.uint32(number & 0xFFFFFFFF))
     return self._seed_key(np.uint32(seed & 0xFFFFFFFF), np.uint32(seed >> 32 & 0xFFFFFFFF))
 
   def admit(self, slot: int, request: SlotRequest) -> None:
@@ -108,17 +111,18 @@ class Device:
 
   # ------------------------------------------------------------- warm-up
 
-  def warm_up(self, params: Params, sampling: SlotSampling) -> Iterator[str]:
+  def warm_up(self, params: Params) -> Iterator[str]:
     """Compiles everything; yields what comes next. No slot may be in use.
 
-    Args:
-      sampling: of a request that never stops. It is left in slot 0, about to be answered.
+    A request that never stops is left in slot 0, about to be answered.
     """
+    endless = jax.tree.map(lambda x: np.asarray(x[0]), empty_sampling(
+        1, self._step_config.model.vocab_size, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS))
     nowhere = np.full(self.state.page_table.shape, cache.NOWHERE, np.int32)
     yield "keys"
-    self.key(0)
+    self.key(0, 0)
     row: Any = dict(page_table=nowhere[0], length=np.int32(0), limit=np.int32(2**30),
-                    max_draft=np.int32(0), key=self.key(None), sampling=sampling)
+                    max_draft=np.int32(0), key=self.key(None, 0), sampling=endless)
     yield "admission"
     self.admit(0, SlotRequest(**row))
     self.put_table(nowhere)

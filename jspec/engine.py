@@ -3,45 +3,38 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
+import logging
 import math
 import time
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
-from jspec import cache, step
+from jspec import step
 from jspec.config import EngineConfig, ModelConfig
 from jspec.device import Device
 from jspec.drafters.base import Drafter
 from jspec.goodput import Goodput, Loop
 from jspec.outputs import EngineStats, SpeculativeStats
+from jspec.page_table import PageTable
 from jspec.placement import Placement
 from jspec.plan import CostModel, step_costs
-from jspec.request import Request
-from jspec.results import first_of, stats_of, tokens_of
-from jspec.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGPROBS
+from jspec.request import Request, failure
+from jspec.results import Flight, first_of, stats_of, tokens_of
+from jspec.sampling_params import MAX_LOGPROBS
 from jspec.scheduler import Scheduler, Tenant
-from jspec.slot_sampling import empty_sampling, sampling_row
+from jspec.slot_request import prompt_chunk, slot_request
 from jspec.spec_config import SpeculativeConfig
-from jspec.types import FirstToken, SlotRequest, StepOutput
+from jspec.types import FirstToken, StepOutput
 
+LOG = logging.getLogger("jspec")
 MAX_STEPS = 16  # of one device loop
 FED_STEPS = 4  # the same where a drafter waits for what the host finds: it is one loop behind
 STRAGGLERS, EVERYBODY = 2.0, 1000.0  # whose tokens count, see plan.plan
-
-
-class _Flight(NamedTuple):
-  """Results that the device is still computing."""
-
-  tenants: dict[int, Tenant]  # by slot, at the time
-  out: StepOutput | FirstToken
-  num_tokens: int = 0  # at most, for each of them
-  drafting: bool = True
-  started: float = 0.0
-  alone: bool = False  # whether the device did nothing else since the loop before
 
 
 class Engine:
@@ -71,7 +64,7 @@ class Engine:
                             *step_costs(self._step_config, config.max_num_seqs),
                             switches=config.dynamic_speculation and not drafter.sampled)
     self.device = Device(config, self._step_config, drafter, devices, MAX_STEPS)
-    self._flights: collections.deque[_Flight] = collections.deque()
+    self._flights: collections.deque[Flight] = collections.deque()
     self._changed: dict[Request, None] = {}  # since the last `collect`
     self._landed = 0.0  # when the last loop's results were there
     self._alone = False  # whether nothing but loops was started since the last one
@@ -80,8 +73,7 @@ class Engine:
     self._fed: dict[int, Request] = {}  # by slot, whom the drafter's params were made for
     if drafter.feed is not None:
       self._feed({})
-    self._table = np.full((config.max_num_seqs, config.pages_per_slot(drafter.lookahead)),
-                          cache.NOWHERE, np.int32)
+    self._table = PageTable(config.max_num_seqs, config.pages_per_slot(drafter.lookahead))
 
   @property
   def traces(self) -> dict[str, int]:
@@ -97,10 +89,40 @@ class Engine:
     """Forgets a request, whatever the device is doing for it."""
     if not self.scheduler.knows(request):
       return
-    tenant = self.scheduler.abort(request)
+    with self._blaming(request):
+      tenant = self.scheduler.abort(request)
+      if tenant is not None:
+        self.device.release(tenant.slot)
+      self._count(finished="abort")
+    self._forget_idle()
+
+  def fail(self, request: Request, reason: str) -> None:
+    """Ends a request that can't go on; what it has written to the cache is found by nobody."""
+    LOG.warning("request %s failed: %s", request.request_id, reason)
+    known = self.scheduler.knows(request)
+    tenant = self.scheduler.drop(request)
     if tenant is not None:
       self.device.release(tenant.slot)
-    self._count(finished="abort")
+    request.fail(reason)
+    self._changed[request] = None
+    if known:
+      self._count(finished=request.finish_reason)
+    self._forget_idle()
+
+  @contextlib.contextmanager
+  def _blaming(self, request: Request) -> Iterator[None]:
+    """An exception ends this request and no other, unless the device's state went with it."""
+    try:
+      yield
+    except jax.errors.JaxRuntimeError:
+      raise
+    except Exception as error:
+      if self.device.is_lost:
+        raise
+      LOG.exception("request %s raised", request.request_id)
+      self.fail(request, failure(error))
+
+  def _forget_idle(self) -> None:
     if not self.busy:
       self._flights.clear()
 
@@ -131,7 +153,7 @@ class Engine:
 
   def start(self, num_steps: int, batch: bool) -> None:
     """Gives the device work, without waiting for it."""
-    self.scheduler.admit()
+    self._admit()
     self._prefill(math.inf if batch else self.config.max_num_batched_tokens)
     tenants = sorted(self.scheduler.running.values(), key=lambda tenant: tenant.order)
     if not any(t.is_active for t in tenants):
@@ -154,8 +176,7 @@ class Engine:
     # A drafter that is fed needs the text as it is now.
     keep = self._flights and self.drafter.feed is None and self._flights[-1].num_tokens
     self._land(len(self._flights) - bool(keep))
-    if not self.busy:
-      self._flights.clear()
+    self._forget_idle()
     changed, self._changed = self._changed, {}
     return list(changed)
 
@@ -169,7 +190,8 @@ class Engine:
       for slot, tenant in flight.tenants.items():
         if self.scheduler.running.get(slot) is tenant:  # neither aborted nor preempted since
           tenant.in_flight -= flight.num_tokens
-          self._take(tenant, out)
+          with self._blaming(tenant.request):
+            self._take(tenant, out)
           self._changed[tenant.request] = None
 
   def _take(self, tenant: Tenant, out: StepOutput | FirstToken) -> None:
@@ -204,27 +226,27 @@ class Engine:
 
   # ----------------------------------------------------- prompts into slots
 
+  def _admit(self) -> None:
+    """Moves requests from the queue into slots, in order, as long as there is room."""
+    while (request := self.scheduler.next) is not None:
+      with self._blaming(request):
+        if self.scheduler.admit_next() is None:
+          return
+
   def _begin(self, tenant: Tenant) -> None:
     """Makes the tenant known to the device."""
     self.scheduler.begin(tenant)
     tenant.has_begun = True
-    request, params = tenant.request, tenant.request.params
+    request = tenant.request
     if not request.admitted_at:
       request.admitted_at = time.perf_counter()
       request.num_cached_tokens = tenant.done
       self._count(prompt=len(request.prompt_ids))
     if request.key is None:
-      request.key = self.device.key(params.seed)
-    draft = self.drafter.max_depth
-    if params.num_speculative_tokens is not None:
-      draft = params.num_speculative_tokens
+      request.key = self.device.key(request.params.seed, request.number)
     self._write_table(tenant)
-    fields: dict[str, Any] = dict(  # numpy: every process of a mesh has the same
-        page_table=self._table[tenant.slot], length=np.int32(tenant.done),
-        limit=np.int32(request.limit), max_draft=np.int32(draft), key=request.key,
-        sampling=sampling_row(params, request.prompt_ids, request.tokenizer,
-                              self.model.vocab_size, request.tokens))
-    self.device.admit(tenant.slot, SlotRequest(**fields))
+    self.device.admit(tenant.slot, slot_request(
+        tenant, self._table.rows[tenant.slot], self.drafter.max_depth, self.model.vocab_size))
     self._alone = False
 
   def _prefill(self, budget: float) -> None:
@@ -233,27 +255,24 @@ class Engine:
     budget -= len(self.scheduler.running) - len(tenants)
     budget = max(budget, self.config.prefill_chunks[0])
     for tenant in sorted(tenants, key=lambda tenant: tenant.order):
-      if budget > 0 and not tenant.has_begun:
-        self._begin(tenant)
-      while not tenant.is_active and budget > 0:
-        budget -= self._prefill_chunk(tenant, budget)
+      with self._blaming(tenant.request):
+        if budget > 0 and not tenant.has_begun:
+          self._begin(tenant)
+        while not tenant.is_active and budget > 0:
+          budget -= self._prefill_chunk(tenant, budget)
 
   def _prefill_chunk(self, tenant: Tenant, budget: float) -> int:
     """One chunk; the last one makes the tenant active. Returns its tokens, or the program's."""
-    request, text = tenant.request, tenant.text
-    left = len(text) - tenant.done
+    request, left = tenant.request, len(tenant.text) - tenant.done
     size, count = self.config.prefill_chunk(
         min(left, max(int(min(budget, left)), self.config.prefill_chunks[0])))
     is_last = count == left
     if left or not request.tokens:
-      token = np.zeros(size + 1, np.int32)
-      chunk = [*text[tenant.done:tenant.done + count + 1], *request.tokens[-1:]][:count + 1]
-      token[:len(chunk)] = chunk
       draws = is_last and not request.tokens
-      first = self.device.prefill(size, self._step_params(1, EVERYBODY, True), tenant.slot, token,
-                                  count, draws)
+      first = self.device.prefill(size, self._step_params(1, EVERYBODY, True), tenant.slot,
+                                  prompt_chunk(tenant, size, count), count, draws)
       if draws:
-        self._flights.append(_Flight({tenant.slot: tenant}, first))
+        self._flights.append(Flight({tenant.slot: tenant}, first))
     tenant.done += count
     self.scheduler.publish(tenant)
     if is_last:
@@ -271,15 +290,20 @@ class Engine:
     if missing > self.scheduler.allocator.num_free:
       num_steps = 1
     for tenant in tenants:
-      while self.scheduler.running.get(tenant.slot) is tenant and not self.scheduler.grow(
-          tenant, self._reach(tenant, num_steps)):
-        if self._flights:
-          self._land(len(self._flights))  # somebody may have ended
-        else:
-          self._preempt(self.scheduler.last())
-      if self.scheduler.running.get(tenant.slot) is tenant:
-        self._write_table(tenant)
+      with self._blaming(tenant.request):
+        self._give_pages(tenant, num_steps)
     return num_steps
+
+  def _give_pages(self, tenant: Tenant, num_steps: int) -> None:
+    """Lets others end, or preempts the last of all, until the tenant has its pages, or is out."""
+    while self.scheduler.running.get(tenant.slot) is tenant:
+      if self.scheduler.grow(tenant, self._reach(tenant, num_steps)):
+        return self._write_table(tenant)
+      if self._flights:
+        self._land(len(self._flights))  # somebody may have ended
+      else:
+        self._preempt(self.scheduler.last())
+    return None
 
   def _reach(self, tenant: Tenant, num_steps: int) -> int:
     """Tokens that may be committed after so many steps more."""
@@ -288,16 +312,12 @@ class Engine:
     return min(most, len(request.prompt_ids) + request.limit)
 
   def _preempt(self, tenant: Tenant) -> None:
-    self.device.release(tenant.slot)
-    self.scheduler.preempt(tenant)
+    with self._blaming(tenant.request):
+      self.device.release(tenant.slot)
+      self.scheduler.preempt(tenant)
 
   def _write_table(self, tenant: Tenant) -> None:
-    """Beyond a slot's pages its row leads out of the pool: such writes drop."""
-    row = np.full(self._table.shape[1], cache.NOWHERE, np.int32)
-    row[:len(tenant.pages)] = tenant.pages
-    if (row != self._table[tenant.slot]).any():
-      self._table = self._table.copy()  # the device may be reading the old one
-      self._table[tenant.slot] = row
+    if self._table.write(tenant.slot, tenant.pages):
       self._stale |= tenant.is_active  # else `admit` brings it along
 
   def _loop(self, active: dict[int, Tenant], num_steps: int, lag: float) -> None:
@@ -306,7 +326,7 @@ class Engine:
         self._fed.get(slot) is not request for slot, request in requests.items()):
       self._feed(requests)  # somebody is new here
     if self._stale:
-      self.device.put_table(self._table)
+      self.device.put_table(self._table.rows)
       self._stale = False
     drafting = self.spec.draft_tokens_at(len(active)) > 0 and any(
         r.params.num_speculative_tokens != 0 for r in requests.values())
@@ -318,12 +338,12 @@ class Engine:
     num_tokens = num_steps * (self.drafter.max_depth + 1)
     for tenant in active.values():
       tenant.in_flight += num_tokens
-    self._flights.append(_Flight(active, out, num_tokens, drafting, started, alone))
+    self._flights.append(Flight(active, out, num_tokens, drafting, started, alone))
     self._alone = True
     if self.drafter.feed is not None:
       self._feed(requests)  # for the next loop, while the device is busy with this one
 
-  def _learn(self, flight: _Flight, out: StepOutput) -> None:
+  def _learn(self, flight: Flight, out: StepOutput) -> None:
     """What the loop's time says about the cost of steps."""
     now = time.perf_counter()
     seconds, self._landed = now - max(flight.started, self._landed), now
@@ -337,15 +357,18 @@ class Engine:
     """Makes the drafter's params, which come from the host."""
     feed = self.drafter.feed
     assert feed is not None
-    ends = [running[slot].last_tokens(feed.context) if slot in running else None
-            for slot in range(self.config.max_num_seqs)]
+    ends: list[tuple[int, ...] | None] = [None] * self.config.max_num_seqs
+    for slot, request in running.items():
+      with self._blaming(request):
+        ends[slot] = request.last_tokens(feed.context)
     self._fed, self._params["draft"] = running, feed.params(ends)
 
   def _collect(self, tenant: Tenant) -> np.ndarray:
     """What the drafter kept of every token but the last, which no pass has seen."""
     assert self.drafter.collect is not None
     self._write_table(tenant)
-    return self.drafter.collect(self.device.state.draft, self._table[tenant.slot], tenant.committed)
+    return self.drafter.collect(self.device.state.draft, self._table.rows[tenant.slot],
+                                tenant.committed)
 
   def _step_params(self, num_running: int, lag: float, drafting: bool) -> dict[str, Any]:
     most = self.spec.draft_tokens_at(num_running) if drafting else 0
@@ -361,11 +384,8 @@ class Engine:
     """
     if self.busy:
       raise ValueError("warm_up is for an engine without requests")
-    vocab = self.model.vocab_size
-    endless = jax.tree.map(lambda x: np.asarray(x[0]),
-                           empty_sampling(1, vocab, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS))
     params = self._step_params(1, EVERYBODY, False)
-    yield from self.device.warm_up(params, endless)
+    yield from self.device.warm_up(params)
     if self._step_config.measured:
       yield "step times"
       self._goodput.prime(self.device.step_seconds(params))

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
+import reprlib
+from collections.abc import Sequence
 
 from jspec.config import EngineConfig, ModelConfig
 from jspec.sampling_params import SamplingParams
+from jspec.tokenizer import Tokenizer
 
 
-def check_request(params: SamplingParams, num_prompt: int, model: ModelConfig,
-                  config: EngineConfig, max_depth: int) -> int:
+def check_request(params: SamplingParams, num_prompt: int, config: EngineConfig,
+                  max_depth: int) -> int:
   """The most tokens the request may generate; ValueError if it cannot be served as asked."""
   if num_prompt == 0:
     raise ValueError("the prompt is empty: at least one token is needed")
@@ -23,13 +27,39 @@ def check_request(params: SamplingParams, num_prompt: int, model: ModelConfig,
   draft = params.num_speculative_tokens
   if draft is not None and draft > max_depth:
     raise ValueError(f"num_speculative_tokens={draft} exceeds the engine's {max_depth}")
-  for name, tokens in (("logit_bias", params.logit_bias or ()),
-                       ("stop_token_ids", params.stop_token_ids)):
-    bad = [t for t in tokens if not 0 <= t < model.vocab_size]
-    if bad:
-      raise ValueError(f"{name} names token {bad[0]}, but the vocabulary has "
-                       f"{model.vocab_size} tokens")
   return room if params.max_tokens is None else min(room, params.max_tokens)
+
+
+def check_prompt(ids: Sequence[int], vocab_size: int) -> None:
+  """ValueError for a token that the model has not."""
+  for token in ids:
+    if (isinstance(token, bool) or not isinstance(token, numbers.Integral)
+        or not 0 <= token < vocab_size):
+      raise ValueError(f"prompt token {reprlib.repr(token)} is not in the vocabulary of "
+                       f"{vocab_size} tokens")
+
+
+def check_priority(priority: int) -> None:
+  if isinstance(priority, bool) or not isinstance(priority, numbers.Integral):
+    raise ValueError(f"priority must be an integer, got {reprlib.repr(priority)}")
+
+
+def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
+  """ValueError where the model has no row for a token that it can't do without.
+
+  Added tokens without a row are let be: Gemma 3's text models have one, of which nothing is made.
+  A prompt that spells one is refused, and the model cannot generate it.
+  """
+  added = tokenizer.backend.get_added_tokens_decoder()
+  largest = max(tokenizer.backend.get_vocab(with_added_tokens=False).values(), default=0)
+  needed = {"an ordinary token": () if largest in added else (largest,),
+            "the end token": tokenizer.eos_ids,
+            "the begin token": () if tokenizer.bos_id is None else (tokenizer.bos_id,)}
+  for what, ids in needed.items():
+    beyond = [i for i in ids if not 0 <= i < vocab_size]
+    if beyond:
+      raise ValueError(f"the tokenizer has {what} {beyond[0]}, but the model has rows for "
+                       f"{vocab_size} tokens only: they don't belong together")
 
 
 def engine_config(model: ModelConfig, num_nodes: int, **fields) -> EngineConfig:

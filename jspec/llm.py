@@ -19,15 +19,21 @@ from jspec import heads, hub
 from jspec.config import EngineConfig, ModelConfig
 from jspec.drafters import Drafter, DrafterSetup, build
 from jspec.engine import MAX_STEPS, Engine
-from jspec.limits import check_request, engine_config
-from jspec.outputs import RequestOutput, Timing
+from jspec.limits import (
+  check_priority,
+  check_prompt,
+  check_request,
+  check_tokenizer,
+  engine_config,
+)
+from jspec.outputs import RequestOutput
 from jspec.placement import Placement, check_attention, place
 from jspec.plan import CostModel, cpu_cost, cpu_widths
 from jspec.replicas import Replicas
-from jspec.request import Request
-from jspec.sampling_params import SamplingParams
+from jspec.request import Group, Request, failure
+from jspec.sampling_params import MAX_SEED, SamplingParams
 from jspec.sharding import place_params
-from jspec.slot_sampling import check_bad_words
+from jspec.slot_sampling import row_inputs
 from jspec.spec_parse import parse_speculative
 from jspec.weights import Placer
 
@@ -107,6 +113,7 @@ class LLM:
         model, hub.LoadedModel) else self._load(model, placements[0].target)
     self.config: ModelConfig = self.loaded.config
     self.tokenizer = self.loaded.tokenizer
+    check_tokenizer(self.tokenizer, self.config.vocab_size)
     given = self.loaded.params["embed"].dtype
     if given != jnp.dtype(dtype):
       raise ValueError(f"{dtype=} was asked for, but the loaded model is {given}")
@@ -114,7 +121,7 @@ class LLM:
     self._engine_config = engines[0].config
     self._max_num_seqs = max_num_seqs
     self.engine: Engine | Replicas = engines[0] if len(engines) == 1 else Replicas(engines)
-    self._numbers = itertools.count()
+    self._names, self._numbers = itertools.count(), itertools.count(1)
 
   def _engine(self, devices: Placement, fields: dict[str, Any]) -> Engine:
     """An engine on its devices, with its part of the slots and pages."""
@@ -251,21 +258,20 @@ class LLM:
               priority: int = 0) -> Group:
     """A prompt and its params as requests for the engine; ValueError if they cannot be served."""
     added = time.perf_counter()
+    check_priority(priority)
+    if request_id is not None and not isinstance(request_id, str):
+      raise ValueError(f"request_id must be a string, got {request_id!r:.60}")
     ids = tuple(self.encode(prompt) if isinstance(prompt, str) else prompt)
-    limit = check_request(params, len(ids), self.config, self._engine_config,
-                          self.engine.drafter.max_depth)
-    bad = [t for t in ids
-           if not isinstance(t, numbers.Integral) or not 0 <= t < self.config.vocab_size]
-    if bad:
-      raise ValueError(f"prompt token {bad[0]} is not in the vocabulary of "
-                       f"{self.config.vocab_size} tokens")
-    check_bad_words(params.bad_words, self.tokenizer)
-    name = str(next(self._numbers)) if request_id is None else request_id
+    limit = check_request(params, len(ids), self._engine_config, self.engine.drafter.max_depth)
+    check_prompt(ids, self.config.vocab_size)
+    row = row_inputs(params, self.tokenizer, self.config.vocab_size)
+    name = str(next(self._names)) if request_id is None else request_id
     requests = []
     for i in range(params.n):
-      own = params if params.seed is None else dataclasses.replace(params, seed=params.seed + i)
-      requests.append(Request(name, i, ids, own, limit, self.tokenizer,
-                              priority=priority, added=added))
+      own = params if params.seed is None else dataclasses.replace(
+          params, seed=(params.seed + i) % (MAX_SEED + 1))
+      requests.append(Request(
+          name, i, ids, own, limit, self.tokenizer, row, next(self._numbers), priority, added))
     return Group(name, prompt if isinstance(prompt, str) else None, requests)
 
   def _check_characters(self, count: int) -> None:
@@ -284,6 +290,15 @@ class LLM:
         requests.clear()
         yield output
 
+  def _snapshot(self, group: Group) -> RequestOutput | None:
+    """Of a request with news."""
+    try:
+      return group.output() if group.news() else None
+    except Exception as error:  # whatever it is, the others' outputs are to come
+      for request in group.requests:
+        self.engine.fail(request, failure(error))
+      return group.failure(failure(error))
+
   def _run(self, groups: list[Group], num_steps: int,
            batch: bool) -> Iterator[RequestOutput]:
     try:
@@ -296,8 +311,8 @@ class LLM:
         if any(not r.finished for group in running for r in group.requests):
           self.engine.step(num_steps, batch)
         for group in list(running):
-          if group.news():
-            output = group.output()
+          output = self._snapshot(group)
+          if output is not None:
             if output.finished:
               running.remove(group)
             yield output
@@ -306,36 +321,6 @@ class LLM:
         for request in group.requests:
           if not request.finished:
             self.engine.abort(request)
-
-
-@dataclasses.dataclass(eq=False)
-class Group:
-  """A prompt and its n requests."""
-
-  request_id: str
-  prompt: str | None
-  requests: list[Request]
-  shown: int = 0  # tokens at the last `news`
-
-  def news(self) -> bool:
-    """Whether there are tokens, or an end, that the last call had not seen."""
-    before, self.shown = self.shown, self.num_tokens
-    return self.shown > before
-
-  @property
-  def num_tokens(self) -> int:
-    return sum(len(r.tokens) for r in self.requests)
-
-  def output(self) -> RequestOutput:
-    finished = all(r.finished for r in self.requests)
-    added = self.requests[0].added
-    first = min((r.first_token_at for r in self.requests if r.first_token_at), default=added)
-    last = max(r.finished_at for r in self.requests)
-    admitted = min((r.admitted_at for r in self.requests if r.admitted_at), default=added)
-    timing = Timing(first - added, last - added if finished else 0.0, admitted - added)
-    return RequestOutput(self.request_id, self.prompt, self.requests[0].prompt_ids,
-                         tuple(r.output() for r in self.requests), finished, timing,
-                         self.requests[0].num_cached_tokens)
 
 
 def _placed(loaded: hub.LoadedModel, placer: Placer) -> hub.LoadedModel:

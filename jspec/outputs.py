@@ -71,8 +71,9 @@ class CompletionOutput:
   index: int
   text: str
   token_ids: tuple[int, ...]
-  finish_reason: str | None = None  # "stop", "length", or None while running
-  stop_reason: int | str | None = None  # the stop token or string, None for the model's own end
+  finish_reason: str | None = None  # "stop", "length", "error", or None while running
+  # The stop token or string, None for the model's own end; of an error, what happened.
+  stop_reason: int | str | None = None
   logprobs: tuple[dict[int, Logprob], ...] | None = None  # per token: sampled first, then top
   cumulative_logprob: float | None = None
   speculation: SpeculativeStats = SpeculativeStats()
@@ -139,7 +140,8 @@ class EngineStats:
   num_preemptions: int = 0
   prompt_tokens: int = 0  # of requests that have got a slot
   generation_tokens: int = 0
-  finished: tuple[tuple[str, int], ...] = ()  # (reason, requests): "stop", "length", "abort"
+  # (reason, requests): "stop", "length", "abort", "error"
+  finished: tuple[tuple[str, int], ...] = ()
   speculation: SpeculativeStats = SpeculativeStats()
 
   @property

@@ -77,6 +77,13 @@ class PageAllocator:
       if key not in self._page and page not in self._key:
         self._page[key], self._key[page] = page, key
 
+  def withdraw(self, pages: Sequence[int]) -> None:
+    """What these pages hold, which somebody owns, is found by nobody any more."""
+    for page in pages:
+      key = self._key.pop(page, None)
+      if key is not None:
+        del self._page[key]
+
   def find(self, keys: Sequence[bytes]) -> list[int]:
     """The published pages of the first keys, up to one that is missing. Share them at once."""
     pages = []

@@ -14,7 +14,8 @@ class Replicas:
 
   def __init__(self, engines: Sequence[Engine]):
     self.engines = tuple(engines)
-    # Alike in all of them, but for the devices; slots and pages are those of one engine.
+    # Alike in all of them, but for the devices; slots and pages are those of one engine. Requests
+    # without a seed bring a number each, of one count for all: no two draw alike.
     self.drafter, self.config = engines[0].drafter, engines[0].config
     self._home: dict[Request, Engine] = {}
 
@@ -38,6 +39,9 @@ class Replicas:
     engine = self._home.pop(request, None)  # None: it was never taken
     if engine is not None:
       engine.abort(request)
+
+  def fail(self, request: Request, reason: str) -> None:
+    self._home.pop(request, self.engines[0]).fail(request, reason)
 
   def step(self, num_steps: int = MAX_STEPS, batch: bool = False) -> list[Request]:
     """Engine.step of all of them: their devices work at the same time."""

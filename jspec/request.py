@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jspec.outputs import CompletionOutput, Logprob, SpeculativeStats
+from jspec.outputs import CompletionOutput, Logprob, RequestOutput, SpeculativeStats, Timing
 from jspec.sampling_params import SamplingParams
 from jspec.tokenizer import Detokenizer, Tokenizer
 
@@ -33,6 +33,8 @@ class Request:
   params: SamplingParams
   limit: int
   tokenizer: Tokenizer
+  row: Any = None  # slot_sampling.RowInputs, of params
+  number: int = 0  # sets the draws of requests without a seed apart
   priority: int = 0  # the lower, the sooner
   added: float = dataclasses.field(default_factory=time.perf_counter)
   admitted_at: float = 0.0  # to its first slot
@@ -109,6 +111,11 @@ class Request:
     self._finish("stop", stop)
     return True
 
+  def fail(self, reason: str) -> None:
+    """Ends it by no fault or wish of its own, with the text it has."""
+    if not self.finished:
+      self._finish("error", reason)
+
   def _finish(self, reason: str, stop_reason: int | str | None) -> None:
     self.finish_reason, self.stop_reason = reason, stop_reason
     self.finished_at = time.perf_counter()
@@ -132,3 +139,51 @@ class Request:
         self.index, text, tuple(self.tokens), self.finish_reason, self.stop_reason,
         tuple(self.logprobs) if wants else None, total, self.stats, tuple(self.drafted),
         self.hidden_states)
+
+
+def failure(error: BaseException) -> str:
+  """What to tell whom a request belonged to that an exception ended."""
+  return f"the request failed: {type(error).__name__}: {error}"
+
+
+@dataclasses.dataclass(eq=False)
+class Group:
+  """A prompt and its n requests."""
+
+  request_id: str
+  prompt: str | None
+  requests: list[Request]
+  shown: tuple[int, int] = (0, 0)  # tokens, and requests that had ended, at the last `news`
+
+  def news(self) -> bool:
+    """Whether there are tokens, or an end, that the last call had not seen."""
+    before = self.shown
+    self.shown = (sum(len(r.tokens) for r in self.requests),
+                  sum(r.finished for r in self.requests))
+    return self.shown != before
+
+  @property
+  def error(self) -> str | None:
+    """Why the first one that failed did."""
+    failed = (r.stop_reason for r in self.requests if r.finish_reason == "error")
+    return next((str(reason) for reason in failed), None)
+
+  def output(self) -> RequestOutput:
+    finished = all(r.finished for r in self.requests)
+    added = self.requests[0].added
+    first = min((r.first_token_at for r in self.requests if r.first_token_at), default=added)
+    last = max(r.finished_at for r in self.requests)
+    admitted = min((r.admitted_at for r in self.requests if r.admitted_at), default=added)
+    timing = Timing(first - added, last - added if finished else 0.0, admitted - added)
+    return self._output(tuple(r.output() for r in self.requests), finished, timing)
+
+  def failure(self, reason: str) -> RequestOutput:
+    """In place of an output that cannot be made."""
+    outputs = tuple(CompletionOutput(r.index, "", (), "error", reason) for r in self.requests)
+    return self._output(outputs, True, Timing())
+
+  def _output(self, outputs: tuple[CompletionOutput, ...], finished: bool,
+              timing: Timing) -> RequestOutput:
+    first = self.requests[0]
+    return RequestOutput(self.request_id, self.prompt, first.prompt_ids, outputs, finished, timing,
+                         first.num_cached_tokens)

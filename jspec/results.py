@@ -1,12 +1,26 @@
-"""What the device hands back, for one slot, as the host uses it."""
+"""What the device hands back, and one slot's part of it as the host uses it."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 
 from jspec.outputs import SpeculativeStats
 from jspec.request import NewToken
+from jspec.scheduler import Tenant
 from jspec.types import FirstToken, StepOutput
+
+
+class Flight(NamedTuple):
+  """Results that the device is still computing."""
+
+  tenants: dict[int, Tenant]  # by slot, at the time
+  out: StepOutput | FirstToken
+  num_tokens: int = 0  # at most, for each of them
+  drafting: bool = True
+  started: float = 0.0
+  alone: bool = False  # whether the device did nothing else since the loop before
 
 
 def tokens_of(out: StepOutput, slot: int, num_top: int | None) -> list[NewToken]:

@@ -84,14 +84,20 @@ class Scheduler:
   def _enqueue(self, order: tuple[int, int], request: Request) -> None:
     bisect.insort(self._waiting, (order, request), key=lambda entry: entry[0])
 
-  def admit(self) -> list[Tenant]:
-    """Moves requests from the queue into slots, in order, as long as there is room."""
-    admitted = []
-    while self._waiting and self._free_slots and (tenant := self._place(*self._waiting[0])):
+  @property
+  def next(self) -> Request | None:
+    """Whose turn it is to be admitted."""
+    return self._waiting[0][1] if self._waiting else None
+
+  def admit_next(self) -> Tenant | None:
+    """Moves the first request of the queue into a slot, if there is one with room for it."""
+    if not self._waiting or not self._free_slots:
+      return None
+    tenant = self._place(*self._waiting[0])
+    if tenant is not None:
       del self._waiting[0]
       self.running[tenant.slot] = tenant
-      admitted.append(tenant)
-    return admitted
+    return tenant
 
   def _place(self, order: tuple[int, int], request: Request) -> Tenant | None:
     """The request in a free slot, on pages with its text's beginning where these are there."""
@@ -148,6 +154,9 @@ class Scheduler:
   def finish(self, tenant: Tenant) -> None:
     """Its slot and pages are free; what the pages hold may be found again."""
     self.publish(tenant)
+    self._vacate(tenant)
+
+  def _vacate(self, tenant: Tenant) -> None:
     del self.running[tenant.slot]
     self.allocator.free(tenant.pages)
     self._free_slots.append(tenant.slot)
@@ -161,13 +170,28 @@ class Scheduler:
 
   def abort(self, request: Request) -> Tenant | None:
     """Forgets a request that waits or runs; its tenant, if it had a slot."""
-    tenant = next((t for t in self.running.values() if t.request is request), None)
+    tenant = self._tenant(request)
     if tenant is not None:
       self.finish(tenant)
-    self._waiting = [entry for entry in self._waiting if entry[1] is not request]
+    self._leave_queue(request)
     return tenant
+
+  def drop(self, request: Request) -> Tenant | None:
+    """`abort` of a request that failed: what its pages hold is not to be found again."""
+    tenant = self._tenant(request)
+    if tenant is not None:
+      self.allocator.withdraw(tenant.pages)
+      self._vacate(tenant)
+    self._leave_queue(request)
+    return tenant
+
+  def _tenant(self, request: Request) -> Tenant | None:
+    return next((t for t in self.running.values() if t.request is request), None)
+
+  def _leave_queue(self, request: Request) -> None:
+    self._waiting = [entry for entry in self._waiting if entry[1] is not request]
 
   def knows(self, request: Request) -> bool:
     """Whether it waits or runs."""
-    return any(t.request is request for t in self.running.values()) or any(
+    return self._tenant(request) is not None or any(
         other is request for _, other in self._waiting)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -27,25 +29,51 @@ def empty_sampling(num_slots: int, vocab_size: int, num_words: int, word_len: in
       recent=whole(word_len - 1) + PAD_TOKEN)
 
 
-def sampling_row(params: SamplingParams, prompt_ids, tokenizer: Tokenizer, vocab_size: int,
-                 output_ids=()) -> SlotSampling:
+class RowInputs(NamedTuple):
+  """What a request asks of sampling, as token ids that the model has: checked, and small."""
+
+  params: SamplingParams
+  ends: np.ndarray  # i32[], tokens that end the request
+  not_before_min: np.ndarray  # i32[], tokens forbidden until min_tokens are out
+  biased: np.ndarray  # i32[], tokens with a bias
+  bias: np.ndarray  # f32[], theirs; -inf for bad words of one token
+  bad_words: np.ndarray  # i32[MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS], of more tokens than one
+
+
+def row_inputs(params: SamplingParams, tokenizer: Tokenizer, vocab_size: int) -> RowInputs:
+  """ValueError for what names a token that the model has not, or exceeds what a slot can hold."""
+  for name, tokens in (("logit_bias", params.logit_bias or ()),
+                       ("stop_token_ids", params.stop_token_ids)):
+    bad = [t for t in tokens if not 0 <= t < vocab_size]
+    if bad:
+      raise ValueError(f"{name} names token {bad[0]}, but the vocabulary has {vocab_size} tokens")
+  bias = dict(params.logit_bias or {})
+  # A spelling with a token that the model has no row for is never generated anyway.
+  words = [word for word in bad_word_ids(params.bad_words, tokenizer)
+           if all(token < vocab_size for token in word)]
+  bias.update((word[0], -math.inf) for word in words if len(word) == 1)
+  stops, own = list(params.stop_token_ids), list(tokenizer.eos_ids)
+  ids = lambda tokens: np.array(sorted(set(tokens)), np.int32)
+  return RowInputs(
+      params, ids(stops + ([] if params.ignore_eos else own)), ids(stops + own),
+      np.array([*bias], np.int32), np.array([*bias.values()], np.float32),
+      _word_table([word for word in words if len(word) > 1]))
+
+
+def sampling_row(inputs: RowInputs, prompt_ids: Sequence[int], vocab_size: int,
+                 output_ids: Sequence[int] = ()) -> SlotSampling:
   """The request's row: numpy, without the leading slot axis.
 
   output_ids: what was generated before a preemption.
   """
+  params = inputs.params
   real, whole = np.float32, np.int32
   flags = np.zeros(vocab_size, np.uint8)
-  ends = list(params.stop_token_ids) + ([] if params.ignore_eos else list(tokenizer.eos_ids))
-  flags[ends] |= STOPS
-  flags[list(params.stop_token_ids) + list(tokenizer.eos_ids)] |= NOT_BEFORE_MIN
+  flags[inputs.ends] |= STOPS
+  flags[inputs.not_before_min] |= NOT_BEFORE_MIN
   flags[list(prompt_ids)] |= IN_PROMPT
   bias = np.zeros(vocab_size, np.float32)
-  for token, value in (params.logit_bias or {}).items():
-    bias[token] = value
-  words = bad_word_ids(params.bad_words, tokenizer)
-  for word in words:
-    if len(word) == 1:
-      bias[word[0]] = -np.inf
+  bias[inputs.biased] = inputs.bias
   recent = np.full(MAX_BAD_WORD_TOKENS - 1, PAD_TOKEN, np.int32)
   tail = [*prompt_ids[-len(recent):], *output_ids][-len(recent):]
   recent[len(recent) - len(tail):] = tail
@@ -58,16 +86,18 @@ def sampling_row(params: SamplingParams, prompt_ids, tokenizer: Tokenizer, vocab
       frequency_penalty=real(params.frequency_penalty), min_tokens=whole(params.min_tokens),
       logprobs=np.bool_(params.logprobs is not None), biased=np.bool_(bias.any()), bias=bias,
       token_flags=flags, output_count=np.bincount(output, minlength=vocab_size).astype(whole),
-      bad_words=_word_table([w for w in words if len(w) > 1]), recent=recent)
+      bad_words=inputs.bad_words, recent=recent)
   return SlotSampling(**fields)
 
 
-def bad_word_ids(words, tokenizer: Tokenizer) -> list[list[int]]:
+def bad_word_ids(words: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
   """Token sequences that spell the words, at a text's start and after a space, as in vLLM."""
   out: list[list[int]] = []
   for word in words:
     text = word.lstrip() or word
     plain = tokenizer.encode(text, add_special_tokens=False)
+    if not plain:
+      raise ValueError(f"bad_words holds {word[:40]!r}, of which the tokenizer leaves nothing")
     spaced = tokenizer.encode(" " + text, add_special_tokens=False)
     out.append(plain)
     if spaced[:1] != plain[:1] and len(spaced) == len(plain):
@@ -75,19 +105,15 @@ def bad_word_ids(words, tokenizer: Tokenizer) -> list[list[int]]:
   return out
 
 
-def check_bad_words(words, tokenizer: Tokenizer) -> None:
+def _word_table(words: list[list[int]]) -> np.ndarray:
   """ValueError where the words exceed what a slot can hold."""
-  sequences = [w for w in bad_word_ids(words, tokenizer) if len(w) > 1]
-  longest = max((len(w) for w in sequences), default=0)
+  longest = max((len(word) for word in words), default=0)
   if longest > MAX_BAD_WORD_TOKENS:
     raise ValueError(f"a bad word is {longest} tokens long; at most {MAX_BAD_WORD_TOKENS} are "
                      "supported")
-  if len(sequences) > MAX_BAD_WORDS:
-    raise ValueError(f"bad_words make {len(sequences)} token sequences of more than one token; "
-                     f"at most {MAX_BAD_WORDS} are supported")
-
-
-def _word_table(words: list[list[int]]) -> np.ndarray:
+  if len(words) > MAX_BAD_WORDS:
+    raise ValueError(f"bad_words make {len(words)} token sequences of more than one token; at most "
+                     f"{MAX_BAD_WORDS} are supported")
   table = np.full((MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS), PAD_TOKEN, np.int32)
   for i, word in enumerate(words):
     table[i, MAX_BAD_WORD_TOKENS - len(word):] = word

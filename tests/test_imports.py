@@ -45,8 +45,10 @@ ALLOWED = {  # module: the jspec modules it may import
   "spec_parse": CORE | {"spec_config", "spec_keys", "medusa_choices"},
   "outputs": CORE,
   "goodput": set(),
-  "results": CORE | {"outputs", "request"},
-  "limits": CORE | {"sampling_params"},
+  "results": CORE | {"outputs", "request", "scheduler"},
+  "page_table": {"cache"},
+  "slot_request": CORE | {"request", "scheduler", "slot_sampling"},
+  "limits": CORE | {"sampling_params", "tokenizer"},
   "device": CORE | {"step", "cache", "plan", "placement", "slot_sampling", "sampling_params",
                     "drafters.base"},
 }

@@ -73,6 +73,14 @@ def test_n_outputs_use_seed_plus_index(llm):
   assert out.speculation == sum((o.speculation for o in out.outputs), SpeculativeStats())
 
 
+def test_seeds_count_on_from_zero_beyond_the_largest(llm):
+  fields = dict(temperature=2.0, max_tokens=12, ignore_eos=True)
+  [out] = llm.generate("the cat", SamplingParams(n=2, seed=2**63 - 1, **fields))
+  alone = llm.generate(["the cat"] * 2, [SamplingParams(seed=s, **fields) for s in (2**63 - 1, 0)])
+  assert [o.token_ids for o in out.outputs] == [o.token_ids for o in alone]
+  assert alone[0].token_ids != alone[1].token_ids
+
+
 def test_chat_goes_through_the_template(llm):
   messages = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "hat"},
               {"role": "user", "content": "and"}]
@@ -193,7 +201,6 @@ REFUSED = [  # prompts, params, message
   ([GOOD], greedy(stop_token_ids=[99]), "stop_token_ids names token 99"),
   ([GOOD], greedy(bad_words=["qwqwqwqwq"]), "bad word is 9 tokens long"),
   ([GOOD, "\ud800"], LONG, "valid Unicode"),
-  ([GOOD], SamplingParams(n=2, seed=2**63 - 1), "seed must be"),
 ]
 
 

@@ -13,7 +13,7 @@ from tiny_llm import EOS, byte_tokenizer
 
 from jspec import sampling, tree
 from jspec.sampling_params import SamplingParams
-from jspec.slot_sampling import bad_word_ids, check_bad_words, empty_sampling, sampling_row
+from jspec.slot_sampling import bad_word_ids, empty_sampling, row_inputs, sampling_row
 from jspec.types import NO_PARENT, PAD_TOKEN, DraftTree
 
 V = 12
@@ -230,7 +230,7 @@ def test_sampling_row_of_a_request():
   tokenizer = byte_tokenizer()
   params = SamplingParams(stop_token_ids=[7], logit_bias={5: 2.5}, bad_words=["b", "cat"],
                           min_tokens=3, logprobs=0, top_k=10**12)
-  row = sampling_row(params, [9, 10, 9], tokenizer, 64)
+  row = sampling_row(row_inputs(params, tokenizer, 64), [9, 10, 9], 64)
   flags = lambda bit: np.flatnonzero(row.token_flags & bit).tolist()
   assert flags(sampling.STOPS) == flags(sampling.NOT_BEFORE_MIN) == [EOS, 7]
   assert flags(sampling.IN_PROMPT) == [9, 10]
@@ -240,7 +240,7 @@ def test_sampling_row_of_a_request():
   assert row.recent.tolist() == [PAD_TOKEN] * 4 + [9, 10, 9]
   assert row.top_k >= 64 and row.min_tokens == 3
 
-  row = sampling_row(SamplingParams(ignore_eos=True), range(20, 40), tokenizer, 64)
+  row = sampling_row(row_inputs(SamplingParams(ignore_eos=True), tokenizer, 64), range(20, 40), 64)
   assert not (row.token_flags & sampling.STOPS).any() and not row.biased and not row.logprobs
   assert flags(sampling.NOT_BEFORE_MIN) == [EOS]
   assert row.recent.tolist() == list(range(33, 40))
@@ -255,12 +255,12 @@ def test_bad_words_are_forbidden_with_and_without_a_space_before():
 
 
 def test_bad_words_beyond_a_slots_room_are_refused():
-  tokenizer = byte_tokenizer()
-  check_bad_words(["qwqwqwqw"] + list("abcdefghijklmnopqrstuvwxyz"), tokenizer)
+  check = lambda *words: row_inputs(SamplingParams(bad_words=words), byte_tokenizer(), 64)
+  assert (check("qwqwqwqw", *"abcdefghijklmnopqrstuvwxyz").bad_words[0] != PAD_TOKEN).all()
   with pytest.raises(ValueError, match="9 tokens long; at most 8"):
-    check_bad_words(["qwqwqwqwq"], tokenizer)
+    check("qwqwqwqwq")
   with pytest.raises(ValueError, match="17 token sequences .* at most 16"):
-    check_bad_words([f"q{c}" for c in "abcdefghijklmnopq"], tokenizer)
+    check(*[f"q{c}" for c in "abcdefghijklmnopq"])
 
 
 # ------------------------------------------------------------------------- thresholds

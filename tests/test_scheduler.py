@@ -19,8 +19,12 @@ def request(name="r", prompt=3, limit=5, priority=0, token=5) -> Request:
                  priority=priority)
 
 
+def admit(scheduler):
+  return list(iter(scheduler.admit_next, None))
+
+
 def admitted(scheduler):
-  return [(t.slot, t.request.request_id, len(t.pages)) for t in scheduler.admit()]
+  return [(t.slot, t.request.request_id, len(t.pages)) for t in admit(scheduler)]
 
 
 def prefilled(tenant):
@@ -121,7 +125,7 @@ def test_the_last_in_order_is_preempted_and_comes_back_at_its_place():
   assert scheduler.grow(old, 14) and scheduler.num_preemptions == 1
   assert [r.request_id for r in scheduler.waiting] == ["young", "later"]
   scheduler.finish(old)
-  (back,) = list(scheduler.admit())
+  (back,) = admit(scheduler)
   assert back.request is young.request and back is not young
   assert back.text == [*young.request.prompt_ids, 7, 8]  # the KV of the last token is not there
   assert [r.request_id for r in scheduler.waiting] == ["later"]
@@ -130,22 +134,22 @@ def test_the_last_in_order_is_preempted_and_comes_back_at_its_place():
 def test_a_preempted_text_is_found_again():
   scheduler = Scheduler(num_slots=1, num_pages=5, page_size=4, lookahead=1)
   scheduler.add(request(prompt=6, limit=9))
-  (tenant,) = scheduler.admit()
+  (tenant,) = admit(scheduler)
   prefilled(tenant)
   generated(tenant, [7, 8, 9])
   scheduler.grow(tenant, 9)
   scheduler.preempt(tenant)
-  (back,) = scheduler.admit()
+  (back,) = admit(scheduler)
   assert back.done == 8 and back.pages[:2] == tenant.pages[:2]
 
 
 def test_a_text_that_begins_alike_shares_full_pages():
   scheduler = Scheduler(num_slots=2, num_pages=20, page_size=4, lookahead=1)
   scheduler.add(request("a", prompt=11))
-  (first,) = scheduler.admit()
+  (first,) = admit(scheduler)
   scheduler.begin(first)
   scheduler.add(request("early", prompt=11))
-  (early,) = scheduler.admit()
+  (early,) = admit(scheduler)
   assert early.done == 0  # nothing is there yet
   first.done = 9
   scheduler.publish(first)
@@ -156,13 +160,13 @@ def test_a_text_that_begins_alike_shares_full_pages():
   scheduler.finish(early)
   for prompt, shared in ((11, 8), (7, 4), (8, 8), (3, 0)):
     scheduler.add(request("b", prompt=prompt))
-    (second,) = scheduler.admit()
+    (second,) = admit(scheduler)
     scheduler.begin(second)
     assert second.done == shared and second.pages[:shared // 4] == first.pages[:shared // 4]
     assert not set(second.pages[shared // 4:]) & set(first.pages)
     scheduler.finish(second)
   scheduler.add(request("c", prompt=11, token=6))
-  (other,) = scheduler.admit()
+  (other,) = admit(scheduler)
   scheduler.begin(other)
   assert other.done == 0
   assert scheduler.prefix_hits == 28 and scheduler.prefix_queries == 11 * 4 + 7 + 8 + 3
@@ -194,7 +198,7 @@ def test_any_sequence_of_events_balances_to_zero(num_slots, num_pages, caching, 
           scheduler.add(r)
     elif event == "admit":
       ahead = scheduler.waiting
-      came = list(scheduler.admit())
+      came = admit(scheduler)
       assert [t.request for t in came] == ahead[:len(came)]
     elif event == "begin" and tenant is not None and not tenant.has_begun:
       scheduler.begin(tenant)
