@@ -104,6 +104,8 @@ class RequestOutput:
   finished: bool = False
   timing: Timing = Timing()
   num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
+  # Per prompt token: it first, then the likeliest; None for the first one, before which is nothing.
+  prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None
 
   @property
   def text(self) -> str:

@@ -3,54 +3,105 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from jspec import Draining, __version__
+from serving import http_body
 from serving.http_calls import answer_call
 from serving.http_gate import json_response
 from serving.openai_answers import ChatAnswer, CompletionAnswer
-from serving.openai_api import (
-  ChatRequest,
-  CompletionRequest,
-  DetokenizeRequest,
-  TokenizeRequest,
-)
-from serving.openai_errors import Refused, invalid, refusal
-from serving.service import Service
+from serving.openai_api import Call, CompletionRequest, Prompt
+from serving.openai_chat import ChatRequest, DetokenizeRequest, TokenizeRequest
+from serving.openai_errors import Refused, refusal
+from serving.openai_fields import Fields
+from serving.openai_responses import ResponsesAnswer, ResponsesRequest
+from serving.service import Conversation, Service
+
+Kind = TypeVar("Kind", bound=Fields)
 
 
 def make_app(service: Service, draining: asyncio.Event) -> FastAPI:
   """The application, without what serving.http_gate does."""
   # Without pages that would load scripts from elsewhere, and without redirects, which lose keys.
   app = FastAPI(title="jspec", version=__version__, openapi_url=None, redirect_slashes=False)
-  llm, started = service.engine.llm, int(time.time())
+  _add_generating(app, service)
+  _add_tokenizing(app, service)
+  _add_models(app, service)
+  _add_operating(app, service, draining)
+  _add_errors(app)
+  return app
 
-  def check_model(name: str | None) -> None:
-    if name not in (None, service.model_name):
-      raise Refused(f"there is no model {name!r:.80} here, only {service.model_name!r}", "model",
-                    status=404, code="model_not_found")
+
+def _add_generating(app: FastAPI, service: Service) -> None:
+  llm, policy = service.engine.llm, service.policy
+
+  def answering(kind: type, call: Call, *more: Any) -> Any:
+    return kind(call, service.model_name, llm.tokenizer, policy.show_cached_tokens, *more)
 
   @app.post("/v1/chat/completions")
-  async def chat(request: ChatRequest) -> Response:
-    check_model(request.model)
-    prompt = await _in_thread("messages", llm.encode_chat, request.conversation)
-    call = request.call(prompt)
-    answer = ChatAnswer(call, service.model_name, llm.tokenizer)
-    return await answer_call(service, call, answer, "messages")
+  async def chat(content: Request) -> Response:
+    request = await _read(service, content, ChatRequest)
+    prompt = await _encode_chat(service, request.conversation, "messages")
+    call = request.call(prompt, policy.defaults)
+    return await answer_call(service, call, answering(ChatAnswer, call), "messages")
 
   @app.post("/v1/completions")
-  async def complete(request: CompletionRequest) -> Response:
-    check_model(request.model)
-    call = request.call()
-    answer = CompletionAnswer(call, service.model_name, llm.tokenizer)
-    return await answer_call(service, call, answer, "prompt")
+  async def complete(content: Request) -> Response:
+    request = await _read(service, content, CompletionRequest)
+    call = request.call(policy.defaults)
+    if request.add_special_tokens is False:
+      call = dataclasses.replace(call, prompts=[await bare(p) for p in call.prompts])
+    return await answer_call(service, call, answering(CompletionAnswer, call), "prompt")
+
+  async def bare(prompt: Prompt) -> Prompt:
+    return (await _in_thread("prompt", llm.encode, prompt, False) if isinstance(prompt, str)
+            else prompt)
+
+  @app.post("/v1/responses")
+  async def respond(content: Request) -> Response:
+    request = await _read(service, content, ResponsesRequest)
+    prompt = await _encode_chat(service, request.conversation, "input")
+    call = request.call(prompt, policy.defaults)
+    return await answer_call(service, call, answering(ResponsesAnswer, call, request), "input")
+
+
+def _add_tokenizing(app: FastAPI, service: Service) -> None:
+  llm = service.engine.llm
+
+  @app.post("/tokenize")
+  async def tokenize(content: Request) -> Response:
+    request = await _read(service, content, TokenizeRequest)
+    conversation = request.conversation
+    if conversation is None:
+      ids = await _in_thread("prompt", llm.encode, request.prompt,
+                             request.add_special_tokens is not False)
+    else:
+      ids = await _encode_chat(service, conversation, "messages")
+    spelled = llm.tokenizer.backend.id_to_token
+    return json_response({
+        "count": len(ids), "max_model_len": llm.max_model_len, "tokens": ids,
+        "token_strs": [spelled(i) for i in ids] if request.return_token_strs else None})
+
+  @app.post("/detokenize")
+  async def detokenize(content: Request) -> Response:
+    request = await _read(service, content, DetokenizeRequest)
+    text = await _in_thread("tokens", llm.decode, request.tokens, False)
+    return json_response({"prompt": text})
+
+
+def _add_models(app: FastAPI, service: Service) -> None:
+  started = int(time.time())
+
+  def card() -> dict[str, Any]:
+    return {"id": service.model_name, "object": "model", "created": started, "owned_by": "jspec",
+            "max_model_len": service.engine.llm.max_model_len}
 
   @app.get("/v1/models")
   async def models() -> Response:
@@ -58,14 +109,14 @@ def make_app(service: Service, draining: asyncio.Event) -> FastAPI:
 
   @app.get("/v1/models/{name:path}")
   async def model(name: str) -> Response:
-    check_model(name)
+    _check_model(service, name)
     return json_response(card())
 
-  def card() -> dict[str, Any]:
-    return {"id": service.model_name, "object": "model", "created": started, "owned_by": "jspec",
-            "max_model_len": llm.max_model_len}
 
+def _add_operating(app: FastAPI, service: Service, draining: asyncio.Event) -> None:
   @app.get("/health")
+  @app.get("/ping")
+  @app.post("/ping")  # as SageMaker asks
   async def health() -> Response:
     if draining.is_set():
       raise Draining()
@@ -83,34 +134,25 @@ def make_app(service: Service, draining: asyncio.Event) -> FastAPI:
   async def version() -> Response:
     return json_response({"version": __version__})
 
-  _add_tokenizing(app, service, check_model)
-  _add_errors(app)
-  return app
+
+async def _read(service: Service, content: Request, kind: type[Kind]) -> Kind:
+  """The body as a request to the model that is served."""
+  request = await http_body.read(content, kind, service.policy.strict)
+  _check_model(service, request.model)  # type: ignore[attr-defined]  # all kinds have one
+  return request
 
 
-def _add_tokenizing(app: FastAPI, service: Service, check_model: Any) -> None:
-  llm = service.engine.llm
+def _check_model(service: Service, name: str | None) -> None:
+  if name not in (None, service.model_name):
+    raise Refused(f"there is no model {name!r:.80} here, only {service.model_name!r}", "model",
+                  status=404, code="model_not_found")
 
-  @app.post("/tokenize")
-  async def tokenize(request: TokenizeRequest) -> Response:
-    check_model(request.model)
-    conversation = request.conversation
-    if conversation is None:
-      ids = await _in_thread("prompt", llm.encode, request.prompt,
-                             request.add_special_tokens is not False)
-    else:
-      ids = await _in_thread("messages", llm.encode_chat, conversation,
-                             request.add_generation_prompt is not False)
-    spelled = llm.tokenizer.backend.id_to_token
-    return json_response({
-        "count": len(ids), "max_model_len": llm.max_model_len, "tokens": ids,
-        "token_strs": [spelled(i) for i in ids] if request.return_token_strs else None})
 
-  @app.post("/detokenize")
-  async def detokenize(request: DetokenizeRequest) -> Response:
-    check_model(request.model)
-    text = await _in_thread("tokens", llm.decode, request.tokens, False)
-    return json_response({"prompt": text})
+async def _encode_chat(service: Service, conversation: Conversation, param: str) -> list[int]:
+  try:
+    return await service.encode_chat(conversation)
+  except ValueError as error:
+    raise refusal(error, param, otherwise=param) from None
 
 
 async def _in_thread(param: str, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -118,7 +160,7 @@ async def _in_thread(param: str, function: Callable[..., Any], *arguments: Any) 
   try:
     return await asyncio.to_thread(function, *arguments)
   except ValueError as error:
-    raise Refused(str(error), param) from None
+    raise refusal(error, param, otherwise=param) from None
 
 
 def _add_errors(app: FastAPI) -> None:
@@ -126,14 +168,9 @@ def _add_errors(app: FastAPI) -> None:
   def told(error: Refused) -> Response:
     return json_response(error.body, error.status, error.headers)
 
-  @app.exception_handler(RequestValidationError)
-  async def on_invalid(request: Request, error: RequestValidationError) -> Response:
-    return told(invalid(error.errors()))
-
   @app.exception_handler(HTTPException)
   async def on_http(request: Request, error: HTTPException) -> Response:
-    message = {400: "the body cannot be read as JSON",  # such as not UTF-8, or nested too deeply
-               404: f"there is no {request.url.path!r:.80} here",
+    message = {404: f"there is no {request.url.path!r:.80} here",
                405: f"{request.url.path} does not take {request.method}"}
     return told(Refused(message.get(error.status_code, error.detail), status=error.status_code,
                         headers=error.headers))

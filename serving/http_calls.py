@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from starlette.responses import Response, StreamingResponse
 
 from jspec import QueueFull, RequestOutput
-from serving.http_gate import event, json_response
+from serving.http_gate import json_response
 from serving.openai_answers import Answer
 from serving.openai_api import Call
 from serving.openai_errors import Refused, refusal
@@ -67,7 +67,7 @@ async def _run(service: Service, call: Call, name: str) -> AsyncGenerator[_News]
   async def follow(i: int) -> None:
     try:
       stream = service.stream(call.prompts[i], call.params, request_id=f"{name}-{i}",
-                              priority=call.priority)
+                              priority=call.priority, cache_salt=call.cache_salt)
       async with contextlib.aclosing(stream):  # type: ignore[type-var]
         async for output, deltas in stream:
           await news.put(_News(i, output, deltas))
@@ -91,19 +91,15 @@ async def _run(service: Service, call: Call, name: str) -> AsyncGenerator[_News]
 
 async def _events(answer: Answer, first: _News, news: AsyncGenerator[_News]
                   ) -> AsyncIterator[bytes]:
-  finished: dict[int, RequestOutput] = {}
   try:
     async with contextlib.aclosing(news):
-      yield b"".join(map(event, answer.opening()))
       item: _News | None = first
       while item is not None:
-        finished[item.prompt] = item.output
-        yield b"".join(map(event, answer.chunks(item.prompt, item.deltas)))
+        yield b"".join(map(answer.event, answer.chunks(*item)))
         item = await anext(news, None)
-    outputs = [finished[i] for i in range(len(finished))]
-    yield b"".join(map(event, answer.closing(outputs))) + b"data: [DONE]\n\n"
+    yield b"".join(map(answer.event, answer.closing())) + answer.last_event
   except Exception as error:  # the status is sent: all that is left is an event
-    yield event(refusal(error).body)
+    yield answer.failure(refusal(error))
 
 
 class _EventStream(StreamingResponse):

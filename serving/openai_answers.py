@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jspec import CompletionOutput, Logprob, RequestOutput, SpeculativeStats
+from serving.http_gate import event
 from serving.openai_api import Call
+from serving.openai_errors import Refused
 from serving.service import Delta
 
 LEAST_LOGPROB = -9999.0  # OpenAI's word for "very unlikely": JSON has no infinity
@@ -23,79 +25,123 @@ class Answer:
 
   Args:
     tokenizer: the model's, as LLM has it.
+    show_cached: usage has cached_tokens.
   """
 
   id_prefix = name = chunk_name = ""
+  last_event = b"data: [DONE]\n\n"
 
-  def __init__(self, call: Call, model: str, tokenizer: Any):
-    self.call, self.tokenizer = call, tokenizer
-    self.id = f"{self.id_prefix}-{uuid.uuid4().hex}"
+  def __init__(self, call: Call, model: str, tokenizer: Any, show_cached: bool = False):
+    self.call, self.tokenizer, self._show_cached = call, tokenizer, show_cached
+    self.id = f"{self.id_prefix}-{call.request_id or uuid.uuid4().hex}"
     self._head = {"created": int(time.time()), "model": model}
+    self._outputs: dict[int, RequestOutput] = {}  # by prompt, as far as streamed
 
   def whole(self, outputs: Sequence[RequestOutput]) -> Json:
     """`outputs`: finished, one for each prompt."""
-    choices = [self.choice(self.index(i, out.index), out)
+    choices = [self.choice(self.index(i, out.index), out, output)
                for i, output in enumerate(outputs) for out in output.outputs]
     return {"id": self.id, "object": self.name, **self._head, "choices": choices,
-            "usage": usage(outputs)}
+            "usage": self.usage(outputs), **self.about_prompt(outputs[0])}
 
-  def opening(self) -> Iterator[Json]:
-    """The chunks before the first token."""
-    for i, choice in itertools.product(range(len(self.call.prompts)), range(self.call.params.n)):
-      for content in self.first(i, self.index(i, choice)):
-        yield self._chunk([content])
-
-  def chunks(self, prompt: int, deltas: Sequence[Delta]) -> Iterator[Json]:
+  def chunks(self, prompt: int, output: RequestOutput, deltas: Sequence[Delta]) -> Iterator[Json]:
     """What the outputs of a prompt have gained."""
+    begins = prompt not in self._outputs
+    self._outputs[prompt] = output
+    if begins:
+      for i in range(self.call.params.n):
+        for content in self.first(self.index(prompt, i), output):
+          yield self._chunk([content]) | (self.about_prompt(output) if i == 0 else {})
     for delta in deltas:
       for content in self.parts(self.index(prompt, delta.index), delta):
         yield self._chunk([content])
 
-  def closing(self, outputs: Sequence[RequestOutput]) -> Iterator[Json]:
+  def closing(self) -> Iterator[Json]:
     """The chunks after the last token."""
     if self.call.include_usage:
-      yield self._chunk([]) | {"usage": usage(outputs)}
+      yield self._chunk([]) | {"usage": self.usage(self._so_far)}
+
+  def event(self, chunk: Json) -> bytes:
+    """A chunk on the wire."""
+    return event(chunk)
+
+  def failure(self, error: Refused) -> bytes:
+    """What ends a stream that cannot go on."""
+    return event(error.body)
 
   def index(self, prompt: int, output: int) -> int:
     return prompt * self.call.params.n + output
 
+  def usage(self, outputs: Sequence[RequestOutput]) -> Json:
+    return usage(outputs, self._show_cached)
+
+  @property
+  def _so_far(self) -> list[RequestOutput]:
+    return [self._outputs[i] for i in sorted(self._outputs)]
+
   def _chunk(self, choices: list[Json]) -> Json:
-    return {"id": self.id, "object": self.chunk_name, **self._head, "choices": choices,
-            **({"usage": None} if self.call.include_usage else {})}
+    chunk: Json = {"id": self.id, "object": self.chunk_name, **self._head, "choices": choices}
+    if self.call.include_usage:
+      chunk["usage"] = self.usage(self._so_far) if self.call.continuous_usage else None
+    return chunk
 
-  # What differs: `first`, `parts` and `choice` are of ChatAnswer and CompletionAnswer.
+  def _token_ids(self, of: Delta | CompletionOutput) -> Json:
+    return {"token_ids": list(of.token_ids)} if self.call.return_token_ids else {}
 
-  def first(self, prompt: int, index: int) -> Iterator[Json]:
+  def _prompt_facts(self, output: RequestOutput) -> Json:
+    facts: Json = {}
+    if self.call.prompt_logprobs:
+      facts["prompt_logprobs"] = [row and {
+          str(token): {**dataclasses.asdict(lp), "logprob": finite(lp.logprob)}
+          for token, lp in row.items()} for row in output.prompt_logprobs or ()]
+    if self.call.return_token_ids:
+      facts["prompt_token_ids"] = list(output.prompt_token_ids)
+    return facts
+
+  def token_name(self, token: int, logprob: Logprob) -> str:
+    return f"token_id:{token}" if self.call.tokens_as_ids else logprob.decoded_token
+
+  # What differs: of ChatAnswer and CompletionAnswer.
+
+  def about_prompt(self, output: RequestOutput) -> Json:
+    """Beside the choices."""
+    return {}
+
+  def first(self, index: int, output: RequestOutput) -> Iterator[Json]:
     raise NotImplementedError
 
   def parts(self, index: int, delta: Delta) -> Iterator[Json]:
     raise NotImplementedError
 
-  def choice(self, index: int, out: CompletionOutput) -> Json:
+  def choice(self, index: int, out: CompletionOutput, output: RequestOutput) -> Json:
     raise NotImplementedError
 
 
 class ChatAnswer(Answer):
   id_prefix, name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-  def first(self, prompt: int, index: int) -> Iterator[Json]:
+  def about_prompt(self, output: RequestOutput) -> Json:
+    return self._prompt_facts(output)
+
+  def first(self, index: int, output: RequestOutput) -> Iterator[Json]:
     yield self._part(index, {"role": "assistant", "content": ""})
 
   def parts(self, index: int, delta: Delta) -> Iterator[Json]:
-    if delta.text or delta.logprobs:
-      yield self._part(index, {"content": delta.text}, self._logprobs(delta.logprobs))
+    if delta.text or delta.logprobs or (self.call.return_token_ids and delta.token_ids):
+      yield (self._part(index, {"content": delta.text}, self.logprobs(delta.logprobs))
+             | self._token_ids(delta))
     if delta.finish_reason:
       yield self._part(index, {}) | _end(delta)
 
-  def choice(self, index: int, out: CompletionOutput) -> Json:
+  def choice(self, index: int, out: CompletionOutput, output: RequestOutput) -> Json:
     message = {"role": "assistant", "content": out.text, "refusal": None}
-    return {"index": index, "message": message, "logprobs": self._logprobs(out.logprobs),
-            **_end(out)}
+    return {"index": index, "message": message, "logprobs": self.logprobs(out.logprobs),
+            **_end(out), **self._token_ids(out)}
 
   def _part(self, index: int, delta: Json, logprobs: Json | None = None) -> Json:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
 
-  def _logprobs(self, rows: Sequence[Row] | None) -> Json | None:
+  def logprobs(self, rows: Sequence[Row] | None) -> Json | None:
     if rows is None:
       return None
     content = []
@@ -109,58 +155,94 @@ class ChatAnswer(Answer):
 
   def _entry(self, token: int, logprob: Logprob) -> Json:
     spelled = self.tokenizer.token_bytes(token)
-    return {"token": logprob.decoded_token, "logprob": max(logprob.logprob, LEAST_LOGPROB),
+    return {"token": self.token_name(token, logprob), "logprob": finite(logprob.logprob),
             "bytes": None if spelled is None else list(spelled)}
 
 
 class CompletionAnswer(Answer):
   id_prefix, name, chunk_name = "cmpl", "text_completion", "text_completion"
 
-  def __init__(self, call: Call, model: str, tokenizer: Any):
-    super().__init__(call, model, tokenizer)
+  def __init__(self, call: Call, model: str, tokenizer: Any, show_cached: bool = False):
+    super().__init__(call, model, tokenizer, show_cached)
     self._at: dict[int, int] = {}  # choice -> characters its tokens have begun, for text_offset
 
-  def first(self, prompt: int, index: int) -> Iterator[Json]:
-    if self.call.echo:
-      yield self._choice(index, self._echo(prompt))
+  def first(self, index: int, output: RequestOutput) -> Iterator[Json]:
+    if self.call.echo or self.call.return_token_ids:
+      yield self._choice(index, *self._echo(index, output)) | self._prompt_facts(output)
 
   def parts(self, index: int, delta: Delta) -> Iterator[Json]:
-    if delta.text or delta.logprobs or delta.finish_reason:
-      yield self._choice(index, delta.text, self._logprobs(index, delta.logprobs)) | _end(delta)
+    if delta.text or delta.logprobs or delta.finish_reason or (
+        self.call.return_token_ids and delta.token_ids):
+      yield (self._choice(index, delta.text, self._logprobs(index, delta.logprobs))
+             | _end(delta) | self._token_ids(delta))
 
-  def choice(self, index: int, out: CompletionOutput) -> Json:
-    text = self._echo(index // self.call.params.n) + out.text
-    return self._choice(index, text, self._logprobs(index, out.logprobs)) | _end(out)
+  def choice(self, index: int, out: CompletionOutput, output: RequestOutput) -> Json:
+    text, before = self._echo(index, output)
+    own = self._logprobs(index, out.logprobs)
+    both = own if before is None or own is None else {k: before[k] + own[k] for k in own}
+    return (self._choice(index, text + out.text, both) | _end(out) | self._token_ids(out)
+            | self._prompt_facts(output))
 
   def _choice(self, index: int, text: str, logprobs: Json | None = None) -> Json:
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
 
-  def _echo(self, prompt: int) -> str:
-    if not self.call.echo:
-      return ""
-    given = self.call.prompts[prompt]
-    if isinstance(given, str):
-      return given
-    return self.tokenizer.decode(given, skip_special_tokens=False)
+  def _echo(self, index: int, output: RequestOutput) -> tuple[str, Json | None]:
+    """The prompt before the text, and before the text's log-probabilities those of the prompt."""
+    if self.call.echo is None:
+      return "", None
+    given = self.call.echo[index // self.call.params.n]
+    text = given if isinstance(given, str) else None
+    if text is None or self.call.truncated:
+      text = self.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
+    if output.prompt_logprobs is None or self.call.params.logprobs is None:
+      return text, None
+    shown: list[tuple[int, Row | None]] = list(
+        zip(output.prompt_token_ids, output.prompt_logprobs, strict=True))
+    offsets = [self._offset(index, token, text) for token, _ in shown]
+    self._at[index] = len(text)
+    return text, {
+        "tokens": [self._prompt_token(token, row) for token, row in shown],
+        "token_logprobs": [row and finite(row[token].logprob) for token, row in shown],
+        "top_logprobs": [row and self._by_name(row) for _, row in shown], "text_offset": offsets}
+
+  def _prompt_token(self, token: int, row: Row | None) -> str:
+    """The first token has no log-probability: there is nothing before it."""
+    lp = Logprob(0.0, 1, self.tokenizer.token_text(token)) if row is None else row[token]
+    return self.token_name(token, lp)
 
   def _logprobs(self, index: int, rows: Sequence[Row] | None) -> Json | None:
     if rows is None:
       return None
     sampled = [next(iter(row.items())) for row in rows]
-    return {"tokens": [lp.decoded_token for _, lp in sampled],
-            "token_logprobs": [max(lp.logprob, LEAST_LOGPROB) for _, lp in sampled],
-            "top_logprobs": [_by_text(row) for row in rows],
-            "text_offset": [self._offset(index, token, lp) for token, lp in sampled]}
+    return {"tokens": [self.token_name(*item) for item in sampled],
+            "token_logprobs": [finite(lp.logprob) for _, lp in sampled],
+            "top_logprobs": [self._by_name(row) for row in rows],
+            "text_offset": [self._offset(index, token) for token, _ in sampled]}
 
-  def _offset(self, index: int, token: int, logprob: Logprob) -> int:
-    """Where in the text the character is with which the token begins."""
-    spelled = self.tokenizer.token_bytes(token)
-    if self.call.params.skip_special_tokens and token in self.tokenizer.special_ids:
-      spelled = b""  # not in the text
-    elif spelled is None:
-      spelled = logprob.decoded_token.encode()
-    begun = [byte & 0xC0 != 0x80 for byte in spelled]  # others continue a character
+  def _by_name(self, row: Row) -> dict[str, float]:
+    """The sampled token and the likeliest; of several with one text the first."""
+    out: dict[str, float] = {}
+    for token, lp in row.items():
+      out.setdefault(self.token_name(token, lp), finite(lp.logprob))
+    return out
+
+  def _offset(self, index: int, token: int, echoed: str | None = None) -> int:
+    """Where in the text the character is with which the token begins.
+
+    echoed: the prompt's text, where the token is of the prompt.
+    """
     at = self._at.get(index, 0)
+    spelled = self.tokenizer.token_bytes(token)
+    if spelled is None:
+      spelled = self.tokenizer.token_text(token).encode()
+    special = token in self.tokenizer.special_ids
+    if echoed is None:
+      shown = not (special and self.call.params.skip_special_tokens)
+    else:  # a tokenizer may begin a prompt with what is not in its text
+      shown = not special or echoed.startswith(spelled.decode(errors="replace"), at)
+      if at == 0 and spelled.startswith(b" ") and not echoed.startswith(" "):
+        spelled = spelled[1:]
+    begun = [byte & 0xC0 != 0x80 for byte in spelled] if shown else []  # others continue one
     self._at[index] = at + sum(begun)
     return max(0, at - 1) if begun and not begun[0] else at
 
@@ -169,22 +251,20 @@ def _end(of: Delta | CompletionOutput) -> Json:
   return {"finish_reason": of.finish_reason, "stop_reason": of.stop_reason}
 
 
-def _by_text(row: Row) -> dict[str, float]:
-  """The sampled token and the likeliest; of several with one text the first."""
-  out: dict[str, float] = {}
-  for lp in row.values():
-    out.setdefault(lp.decoded_token, max(lp.logprob, LEAST_LOGPROB))
-  return out
+def finite(logprob: float) -> float:
+  """OpenAI's number for what JSON has none for."""
+  return max(logprob, LEAST_LOGPROB)
 
 
-def usage(outputs: Sequence[RequestOutput]) -> Json:
+def usage(outputs: Sequence[RequestOutput], show_cached: bool) -> Json:
   """Tokens of all prompts and outputs; draft tokens where OpenAI counts predicted ones."""
+  cached = sum(o.num_cached_tokens for o in outputs)
   prompt = sum(len(o.prompt_token_ids) for o in outputs)
   completion = sum(len(out.token_ids) for o in outputs for out in o.outputs)
   stats = sum((o.speculation for o in outputs), SpeculativeStats())
   rejected = stats.num_draft_tokens - stats.num_accepted_tokens
   return {"prompt_tokens": prompt, "completion_tokens": completion,
           "total_tokens": prompt + completion,
-          "prompt_tokens_details": {"cached_tokens": sum(o.num_cached_tokens for o in outputs)},
+          "prompt_tokens_details": {"cached_tokens": cached} if show_cached else None,
           "completion_tokens_details": {"accepted_prediction_tokens": stats.num_accepted_tokens,
                                         "rejected_prediction_tokens": rejected}}

@@ -12,6 +12,10 @@ from serving.service import sampling_field
 
 MAX_MESSAGE = 400  # characters: what a client sent is not sent back to it whole
 _PROMPT = re.compile(r"(the |a )?prompt\b")
+_TOO_LONG = re.compile(r"the prompt has \d+ (characters|tokens)\b")
+# Of a request's other fields, those that jspec's errors begin with.
+_OTHERS = ("request_id", "priority", "cache_salt", "chat_template_kwargs", "tools",
+           "continue_final_message")
 log = logging.getLogger("jspec.http")
 
 
@@ -27,17 +31,22 @@ class Refused(Exception):
     self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def refusal(error: Exception, prompt_field: str | None = None) -> Refused:
+def refusal(error: Exception, prompt_field: str | None = None,
+            otherwise: str | None = None) -> Refused:
   """Any error as what the client is told.
 
   Args:
-    prompt_field: what the request calls its prompt.
+    prompt_field: what the request calls its prompt. otherwise: the field of a ValueError that names
+      none.
   """
   match error:
     case Refused():
       return error
     case ValueError():  # by AsyncLLM's contract, of a request that can't be served as asked
-      return Refused(str(error), _param(str(error), prompt_field))
+      param = _param(str(error), prompt_field) or otherwise
+      # What gateways look for, to shorten the prompt or to choose another model.
+      code = "context_length_exceeded" if _TOO_LONG.match(str(error)) else None
+      return Refused(str(error), param, code=code)
     case QueueFull():
       return Refused(str(error), status=429, kind="rate_limit_error", code="queue_full",
                      headers={"Retry-After": "1"})
@@ -51,13 +60,11 @@ def refusal(error: Exception, prompt_field: str | None = None) -> Refused:
 
 
 def invalid(errors: Sequence[Mapping[str, Any]]) -> Refused:
-  """The first of pydantic's errors, whose paths begin with "body"."""
+  """The first of pydantic's errors of a request."""
   error = errors[0]
-  if error["type"] == "json_invalid":
-    return Refused(f"the body is not JSON: {error['ctx']['error']} at character {error['loc'][-1]}")
-  path = [*error["loc"][1:], *filter(None, [error.get("ctx", {}).get("field")])]
+  path = [*error["loc"], *filter(None, [error.get("ctx", {}).get("field")])]
   if not path:
-    return Refused("the body must be a JSON object, sent with Content-Type: application/json")
+    return Refused(error["msg"])
   param = str(path[0]) + "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path[1:])
   message = error["msg"].removeprefix("Value error, ")
   return Refused(f"{param}: {message[:1].lower()}{message[1:]}", param)
@@ -67,4 +74,5 @@ def _param(message: str, prompt_field: str | None) -> str | None:
   """The field that a ValueError of jspec is about: its messages begin with the name."""
   if _PROMPT.match(message):
     return prompt_field
-  return sampling_field(message)
+  word = re.split(r"\W", message, maxsplit=1)[0]
+  return word if word in _OTHERS else sampling_field(message)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import re
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
 
 from jspec import AsyncLLM, CompletionOutput, Logprob, RequestOutput, SamplingParams
 from serving.metrics import Metrics
+
+# What a model's generation_config.json sets for requests that don't say.
+MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 _FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 
@@ -19,6 +24,47 @@ def sampling_field(message: str) -> str | None:
     return "bad_words"
   word = re.split(r"\W", message, maxsplit=1)[0]
   return word if word in _FIELDS else None
+
+
+def any_seed(seed: int | None) -> int | None:
+  """A client's 64-bit number as a seed; -1 is none, as in vLLM, and other negative ones wrap."""
+  return None if seed is None or seed == -1 else seed % 2**63
+
+
+def model_defaults(params: SamplingParams) -> dict[str, Any]:
+  """LLM.get_default_sampling_params as fields for requests that leave them out."""
+  return {name: getattr(params, name) for name in MODEL_DEFAULTS}
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversation:
+  """Messages, and how a chat template is to write them; see LLM.encode_chat."""
+
+  messages: Sequence[Mapping[str, Any]]
+  add_generation_prompt: bool = True
+  continue_final_message: bool = False
+  chat_template_kwargs: Mapping[str, Any] | None = None
+  tools: Sequence[Mapping[str, Any]] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+  """What a server does with every request, by its operator's choice.
+
+  Args:
+    strict: fields that nobody knows are refused over HTTP, instead of passed over.
+    defaults: sampling parameters of requests that leave them out.
+    chat_template: in place of the model's own.
+    plain_message_content: control tokens in the contents of messages are text like any other.
+    show_cached_tokens: answers say how much of a prompt the prefix cache had, which tells a client
+      what others have asked.
+  """
+
+  strict: bool = False
+  defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  chat_template: str | None = None
+  plain_message_content: bool = True
+  show_cached_tokens: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,18 +86,35 @@ class Service:
     engine: takes the requests. model_name: as /v1/models and ModelInfo show it.
   """
 
-  def __init__(self, engine: AsyncLLM, model_name: str, metrics: Metrics):
+  def __init__(self, engine: AsyncLLM, model_name: str, metrics: Metrics,
+               policy: Policy | None = None):
     self.engine, self.model_name, self.metrics = engine, model_name, metrics
+    self.policy = policy or Policy()
+
+  async def encode_chat(self, chat: Conversation) -> list[int]:
+    """The prompt of a conversation; ValueError where the template refuses it.
+
+    In a thread: a long text takes a while, and other requests go on.
+    """
+    more = {"continue_final_message": chat.continue_final_message or None,
+            "chat_template": self.policy.chat_template,
+            "chat_template_kwargs": chat.chat_template_kwargs, "tools": chat.tools,
+            "plain_content": None if self.policy.plain_message_content else False}
+    return await asyncio.to_thread(
+        self.engine.llm.encode_chat, chat.messages, chat.add_generation_prompt,
+        **{name: value for name, value in more.items() if value is not None})
 
   async def stream(self, prompt: str | Sequence[int], params: SamplingParams, *,
-                   request_id: str | None = None, priority: int = 0
+                   request_id: str | None = None, priority: int = 0, cache_salt: str | None = None
                    ) -> AsyncGenerator[tuple[RequestOutput, list[Delta]], None]:
     """Each snapshot of the request with what is new in it; the last one is finished.
 
     Raises what AsyncLLM.generate raises. Leaving it ends the request.
     """
     shown: dict[int, CompletionOutput] = {}
-    snapshots = self.engine.generate(prompt, params, request_id=request_id, priority=priority)
+    salt = {} if cache_salt is None else {"cache_salt": cache_salt}
+    snapshots = self.engine.generate(prompt, params, request_id=request_id, priority=priority,
+                                     **salt)
     with self.metrics.request(params) as observe:
       async with contextlib.aclosing(snapshots):  # leaving it is what frees the slot
         async for output in snapshots:
@@ -61,9 +124,11 @@ class Service:
           yield output, [d for d in deltas if d is not None]
 
   async def complete(self, prompt: str | Sequence[int], params: SamplingParams, *,
-                     request_id: str | None = None, priority: int = 0) -> RequestOutput:
+                     request_id: str | None = None, priority: int = 0,
+                     cache_salt: str | None = None) -> RequestOutput:
     """The finished output."""
-    stream = self.stream(prompt, params, request_id=request_id, priority=priority)
+    stream = self.stream(prompt, params, request_id=request_id, priority=priority,
+                         cache_salt=cache_salt)
     async with contextlib.aclosing(stream):
       async for output, _ in stream:
         if output.finished:

@@ -315,7 +315,7 @@ def test_tokens_and_back_as_the_tokenizer_has_it(server):
   assert server.post("/detokenize", tokens=chat).json() == {
       "prompt": "<|user|>the cat<|end|><|bot|>"}
   for token in (-1, 64, 2**70):
-    assert error_of(server.post("/detokenize", tokens=[token]), 400)["param"] == "tokens"
+    assert error_of(server.post("/detokenize", tokens=[token]), 400)["param"].startswith("tokens")
 
 
 BAD_OPTIONS = [({"port": -1}, "port must be"), ({"max_body_bytes": 0}, "max_body_bytes must be"),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import pytest
 from http_running import COMPLETIONS, JSON, MODEL, Running, error_of, running
 from tiny_llm import tiny_llm
 
-from serving.openai_api import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from serving.openai_api import CompletionRequest
+from serving.openai_chat import ChatRequest, DetokenizeRequest, TokenizeRequest
+from serving.openai_responses import ResponsesRequest
 
 USER = [{"role": "user", "content": "the cat"}]
 
@@ -44,27 +47,27 @@ def test_a_body_of_another_type_is_refused(server):
 
 ROUTES = [(COMPLETIONS, CompletionRequest, {"prompt": "a"}),
           ("/v1/chat/completions", ChatRequest, {"messages": USER}),
+          ("/v1/responses", ResponsesRequest, {"input": "a"}),
           ("/tokenize", TokenizeRequest, {"prompt": "a"}),
           ("/detokenize", DetokenizeRequest, {"tokens": [1]})]
 
 
 @pytest.mark.parametrize("path, kind, good", ROUTES, ids=[r[0] for r in ROUTES])
 def test_a_value_of_the_wrong_type_names_its_field(server, path, kind, good):
-  for name in kind.model_fields:
+  for name, field in kind.model_fields.items():
     error = error_of(server.post(path, **good | {name: [[None]]}), 400)
     assert error["param"].startswith(name), name
-    value = True if name not in ("stream", "echo", "ignore_eos", "include_stop_str_in_output",
-                                 "skip_special_tokens", "add_special_tokens", "logprobs",
-                                 "add_generation_prompt", "return_token_strs") else 1.5
+    value = 1.5 if "bool" in str(field.annotation) else True
     error = error_of(server.post(path, **good | {name: value}), 400)
     assert error["param"].startswith(name), name
-  assert error_of(server.post(path, **good, nonsense=1), 400)["param"] == "nonsense"
 
 
 BAD_VALUES = [  # refused by jspec itself: field, value
   ("temperature", -1), ("temperature", 1e400), ("top_p", 0), ("top_p", 2), ("min_p", -0.1),
-  ("n", 0), ("n", 10**9), ("seed", -1), ("seed", 2**63), ("presence_penalty", 3),
-  ("frequency_penalty", -3), ("repetition_penalty", 0), ("max_tokens", 0), ("logprobs", 21),
+  ("n", 0), ("n", 10**9), ("n", 10**310), ("seed", 2**63), ("seed", 10**310), ("presence_penalty", 3),
+  ("frequency_penalty", -3), ("repetition_penalty", 0), ("max_tokens", -1), ("max_tokens", 10**310),
+  ("temperature", 10**310), ("top_k", 10**310), ("prompt", [10**310]),
+  ("cache_salt", ""), ("logprobs", 21),
   ("logit_bias", {"x": 1}), ("logit_bias", {"64": 1}), ("logit_bias", {"5": 1e99}),
   ("stop", [""]), ("stop", "\udc80"), ("stop_token_ids", [64]), ("stop_token_ids", [-1]),
   ("min_tokens", 17), ("bad_words", ["q" * 9]), ("bad_words", [""]), ("bad_words", ["\ud800"]),
@@ -83,14 +86,25 @@ def test_what_cannot_be_done_is_refused_before_anything_is_sent(server, name, va
 
 
 def test_errors_of_a_conversation_are_about_its_messages(server):
-  for content in ("a" * 96, "\ud800"):
+  for content, param, code in (("a" * 96, "messages", "context_length_exceeded"),
+                               ("\ud800", "messages[0].content", None)):
     messages = [{"role": "user", "content": content}]
     error = error_of(server.post("/v1/chat/completions", messages=messages), 400)
-    assert error["param"] == "messages"
+    assert (error["param"], error["code"]) == (param, code)
+
+
+def test_a_prompt_that_is_too_long_has_the_code_that_gateways_look_for(server):
+  for long in ("a" * 96, "a" * 10_000, [5] * 96, ["a", "a" * 96]):  # tokens, characters
+    error = error_of(server.post(COMPLETIONS, prompt=long), 400)
+    assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+  error = error_of(server.post("/v1/responses", input="a" * 96), 400)
+  assert (error["param"], error["code"]) == ("input", "context_length_exceeded")
+  for prompt in ("", [64]):
+    assert error_of(server.post(COMPLETIONS, prompt=prompt), 400)["code"] is None
 
 
 @pytest.mark.parametrize("content", [
-  {f"x{i}": i for i in range(100_000)}, {"messages": [5] * 500_000},
+  {f"x{i}": i for i in range(100_000)} | {"prompt": 5}, {"messages": [5] * 500_000},
   {"prompt": [None] * 500_000}, {"prompt": "a", "stop": ["x"] * 500_000},
   {"prompt": "a", "stop_token_ids": ["x"] * 500_000},
   {"prompt": "a", "logit_bias": {str(i): "x" for i in range(100_000)}},
@@ -112,6 +126,17 @@ def test_unknown_paths_methods_and_models(server):
   for path, _, good in ROUTES:
     error = error_of(server.post(path, **good | {"model": "gpt-4"}), 404)
     assert (error["param"], error["code"]) == ("model", "model_not_found")
+
+
+def test_a_strict_server_refuses_names_that_nobody_knows(server):
+  policy = server.service.policy
+  try:
+    server.service.policy = dataclasses.replace(policy, strict=True)
+    for path, _, good in ROUTES:
+      error = error_of(server.post(path, **good, nonsense=1), 400)
+      assert error["param"] == "nonsense" and "no such field" in error["message"]
+  finally:
+    server.service.policy = policy
 
 
 def test_an_internal_error_tells_nothing(server, monkeypatch, caplog):
