@@ -64,7 +64,8 @@ def test_a_value_of_the_wrong_type_names_its_field(server, path, kind, good):
 
 BAD_VALUES = [  # refused by jspec itself: field, value
   ("temperature", -1), ("temperature", 1e400), ("top_p", 0), ("top_p", 2), ("min_p", -0.1),
-  ("n", 0), ("n", 10**9), ("n", 10**310), ("seed", 2**63), ("seed", 10**310), ("presence_penalty", 3),
+  ("n", 0), ("n", 10**9), ("n", 10**310), ("seed", 2**63), ("seed", 10**310),
+  ("presence_penalty", 3),
   ("frequency_penalty", -3), ("repetition_penalty", 0), ("max_tokens", -1), ("max_tokens", 10**310),
   ("temperature", 10**310), ("top_k", 10**310), ("prompt", [10**310]),
   ("cache_salt", ""), ("logprobs", 21),
