@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import logging
 import math
 import os
@@ -55,7 +56,6 @@ _INSTEAD = {  # vLLM's flags without a meaning here -> what to do
   "--load-format": "the format is read from the files: leave it out",
   "--tokenizer": "the model's own is used: leave it out",
   "--download-dir": "use --cache-dir",
-  "--chat-template": "the model's own is used: leave it out",
   "--enable-lora": "adapters are not supported: merge them into the weights",
   "--enable-auto-tool-choice": "tool calls are not supported: leave it out",
   "--disable-log-requests": "requests are never logged: leave it out",
@@ -78,6 +78,7 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
   """What a server has beside the engine's flags, in the spelling of vLLM."""
   parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="the same as --model")
   _add_doors(parser.add_argument_group("addresses and access"))
+  _add_requests(parser.add_argument_group("requests and answers"))
   group = parser.add_argument_group("scheduling")
   group.add_argument("--max-queue", type=int, default=1024, metavar="N", help="requests that may "
                      "wait for a slot; more are refused (default: %(default)s)")
@@ -132,24 +133,56 @@ def _add_doors(group: Any) -> None:
                      help="of a request, HTTP or gRPC (default: %(default)s)")
 
 
+  group.add_argument("--allowed-origins", type=_names, default=(), metavar="JSON", help="sites "
+                     "whose pages may use the server from a browser, such as "
+                     "'[\"https://chat.example.org\"]'; '[\"*\"]': all (default: none)")
+  group.add_argument("--allowed-methods", type=_names, default=("*",), metavar="JSON",
+                     help="of such requests (default: all)")
+  group.add_argument("--allowed-headers", type=_names, default=("*",), metavar="JSON",
+                     help="of such requests (default: all)")
+  group.add_argument("--allow-credentials", action="store_true", help="browsers may send cookies "
+                     "along")
+
+
+def _add_requests(group: Any) -> None:
+  group.add_argument("--chat-template", type=pathlib.Path, metavar="FILE",
+                     help="in Jinja, in place of the model's own")
+  group.add_argument("--plain-message-content", action=argparse.BooleanOptionalAction, default=True,
+                     help="what looks like a control token in a message is text like any other "
+                     "(default: yes)")
+  group.add_argument("--enable-prompt-tokens-details", action="store_true", help="say how many "
+                     "tokens of a prompt were in the prefix cache, which tells clients about each "
+                     "other's prompts")
+  group.add_argument("--strict", action="store_true", help="refuse fields of requests that nobody "
+                     "knows, instead of passing over them")
+
+
 def run_serve(arguments: argparse.Namespace) -> int:
   """Checks everything that can be checked without the model, then serves until a signal."""
   _check(arguments)
   keys = api_keys(arguments.api_key, arguments.api_key_file, os.environ)
+  template = (None if arguments.chat_template is None
+              else _read(arguments.chat_template, "--chat-template"))
   load = loader(arguments)
   _check_installed()
-  from serving import grpc_server, http_server, server  # here: what they import may be missing
+  # Here: what they import may be missing.
+  from serving import grpc_server, http_front, http_server, server, service
   own = {"host": arguments.host, "tokens": keys, "ssl_certfile": arguments.ssl_certfile,
          "ssl_keyfile": arguments.ssl_keyfile}
+  cors = http_front.Cors(arguments.allowed_origins, arguments.allow_credentials,
+                         arguments.allowed_methods, arguments.allowed_headers)
   settings = server.Settings(
       model_name=arguments.served_model_name or model_name(_model(arguments)),
       http=None if arguments.no_http else http_server.Options(
-          port=arguments.port, max_body_bytes=arguments.max_body_bytes, **own),
+          port=arguments.port, max_body_bytes=arguments.max_body_bytes, cors=cors, **own),
       grpc=None if arguments.no_grpc else grpc_server.Options(
           port=arguments.grpc_port, max_message_bytes=arguments.max_body_bytes,
           ssl_ca_certs=arguments.ssl_ca_certs, **own),
       max_queue=arguments.max_queue, steps_per_turn=arguments.num_scheduler_steps,
-      drain_timeout=arguments.drain_timeout)
+      drain_timeout=arguments.drain_timeout, policy=service.Policy(
+          strict=arguments.strict, chat_template=template,
+          plain_message_content=arguments.plain_message_content,
+          show_cached_tokens=arguments.enable_prompt_tokens_details))
   level = logging.getLevelName(arguments.log_level.upper())
   logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr,
                       level=max(level, logging.WARNING))
@@ -239,6 +272,19 @@ def _read(path: pathlib.Path, flag: str) -> str:
     raise ValueError(f"{flag}: can't read {path}: {error.strerror}") from None
   except UnicodeDecodeError:
     raise ValueError(f"{flag}: {path} is not a text file") from None
+
+
+def _names(text: str) -> tuple[str, ...]:
+  """A JSON list of strings, as vLLM has it, or one string as it is."""
+  if not text.lstrip().startswith("["):
+    return (text,)
+  try:
+    names = json.loads(text)
+  except ValueError:
+    names = None
+  if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+    raise argparse.ArgumentTypeError(f"must be a JSON list of strings, got {text!r:.60}")
+  return tuple(names)
 
 
 def _check_installed() -> None:

@@ -17,14 +17,14 @@ from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from jspec import Draining, EngineDead, QueueFull, __version__
+from jspec import Draining, EngineDead, QueueFull, RequestOutput, SamplingParams, __version__
 from serving import jspec_pb2 as pb
 from serving.auth import Tokens
 from serving.params import (
   BadField,
   check_known,
+  conversation,
   generate_reply,
-  messages,
   naming_the_field,
   sampling_params,
   stats_reply,
@@ -222,35 +222,37 @@ class _Door:
   async def generate(self, request: pb.GenerateRequest,
                      write: Callable[[pb.GenerateReply], Awaitable[None]]) -> None:
     with self._one_more_running():
-      prompt, params, name = await self._read(request)
+      prompt, params = await self._read(request)
       with naming_the_field(request.WhichOneof("prompt")):
-        stream = self.service.stream(prompt, params, request_id=name, priority=request.priority)
+        stream = self.service.stream(prompt, params, **_named(request))
         async with contextlib.aclosing(stream):
           async for output, deltas in stream:
             if deltas or output.finished:
-              await write(generate_reply(output, deltas))
+              await write(self._reply(output, deltas))
 
   async def generate_unary(self, request: pb.GenerateRequest) -> pb.GenerateReply:
     with self._one_more_running():
-      prompt, params, name = await self._read(request)
+      prompt, params = await self._read(request)
       with naming_the_field(request.WhichOneof("prompt")):
-        output = await self.service.complete(prompt, params, request_id=name,
-                                             priority=request.priority)
-    return generate_reply(output, output.outputs)
+        output = await self.service.complete(prompt, params, **_named(request))
+    return self._reply(output, output.outputs)
 
-  async def _read(self, request: pb.GenerateRequest) -> tuple[str | list[int], Any, str | None]:
-    """Prompt, sampling parameters, and the request's name, if it has been given one."""
-    name = request.request_id if request.HasField("request_id") else None
-    if name == "":
-      raise BadField("request_id", "must not be empty; leave it unset to be given one")
-    params = sampling_params(request.params)
+  def _reply(self, output: RequestOutput, news: Any) -> pb.GenerateReply:
+    return generate_reply(output, news, self.service.policy.show_cached_tokens)
+
+  async def _read(self, request: pb.GenerateRequest) -> tuple[str | list[int], SamplingParams]:
+    """Prompt and sampling parameters."""
+    for name in ("request_id", "cache_salt"):
+      if request.HasField(name) and not getattr(request, name):  # type: ignore[arg-type]
+        raise BadField(name, "must not be empty; leave it unset")
+    params = sampling_params(request.params, self.service.policy.defaults)
     match request.WhichOneof("prompt"):
       case "text":
-        return request.text, params, name
+        return request.text, params
       case "token_ids":
-        return list(request.token_ids.ids), params, name
+        return list(request.token_ids.ids), params
       case "chat":
-        return await self._encode_chat(request.chat), params, name
+        return await self._encode_chat(request.chat), params
     raise BadField("prompt", "one of text, token_ids and chat must be set")
 
   @contextlib.contextmanager
@@ -277,10 +279,8 @@ class _Door:
     raise BadField("prompt", "one of text and chat must be set")
 
   async def _encode_chat(self, chat: pb.Chat) -> list[int]:
-    opening = not chat.HasField("add_generation_prompt") or chat.add_generation_prompt
     with naming_the_field("chat"):
-      # Other requests go on while a long text is tokenized.
-      return await asyncio.to_thread(self.service.engine.llm.encode_chat, messages(chat), opening)
+      return await self.service.encode_chat(conversation(chat))
 
   async def detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeReply:
     decode, ids = self.service.engine.llm.decode, list(request.token_ids)
@@ -300,6 +300,13 @@ class _Door:
   async def stats(self, request: pb.StatsRequest) -> pb.StatsReply:
     del request  # unused
     return stats_reply(self.service.engine.stats())
+
+
+def _named(request: pb.GenerateRequest) -> dict[str, Any]:
+  """What a request says beside its prompt and its parameters."""
+  return {"request_id": request.request_id if request.HasField("request_id") else None,
+          "cache_salt": request.cache_salt if request.HasField("cache_salt") else None,
+          "priority": request.priority}
 
 
 def _handlers(door: _Door) -> grpc.GenericRpcHandler:

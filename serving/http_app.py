@@ -40,22 +40,23 @@ def make_app(service: Service, draining: asyncio.Event) -> FastAPI:
 
 
 def _add_generating(app: FastAPI, service: Service) -> None:
-  llm, policy = service.engine.llm, service.policy
+  llm = service.engine.llm
 
   def answering(kind: type, call: Call, *more: Any) -> Any:
-    return kind(call, service.model_name, llm.tokenizer, policy.show_cached_tokens, *more)
+    return kind(call, service.model_name, llm.tokenizer, service.policy.show_cached_tokens,
+                *more)
 
   @app.post("/v1/chat/completions")
   async def chat(content: Request) -> Response:
     request = await _read(service, content, ChatRequest)
     prompt = await _encode_chat(service, request.conversation, "messages")
-    call = request.call(prompt, policy.defaults)
+    call = request.call(prompt, service.policy.defaults)
     return await answer_call(service, call, answering(ChatAnswer, call), "messages")
 
   @app.post("/v1/completions")
   async def complete(content: Request) -> Response:
     request = await _read(service, content, CompletionRequest)
-    call = request.call(policy.defaults)
+    call = request.call(service.policy.defaults)
     if request.add_special_tokens is False:
       call = dataclasses.replace(call, prompts=[await bare(p) for p in call.prompts])
     return await answer_call(service, call, answering(CompletionAnswer, call), "prompt")
@@ -68,7 +69,7 @@ def _add_generating(app: FastAPI, service: Service) -> None:
   async def respond(content: Request) -> Response:
     request = await _read(service, content, ResponsesRequest)
     prompt = await _encode_chat(service, request.conversation, "input")
-    call = request.call(prompt, policy.defaults)
+    call = request.call(prompt, service.policy.defaults)
     return await answer_call(service, call, answering(ResponsesAnswer, call, request), "input")
 
 

@@ -14,6 +14,7 @@ import uvicorn
 
 from serving.auth import Tokens
 from serving.http_app import make_app
+from serving.http_front import Cors, front
 from serving.http_gate import Gate
 from serving.service import Service
 
@@ -31,6 +32,7 @@ class Options:
     port: 0 takes a free one. tokens: API keys, one of which each request must bring; none: open.
     ssl_certfile, ssl_keyfile: PEM files, the server's certificate with its chain, and its key.
     max_body_bytes: of a request; longer ones are refused while they are read.
+    cors: what browsers let other sites' pages do; nothing by default.
   """
 
   host: str = "127.0.0.1"
@@ -39,6 +41,7 @@ class Options:
   ssl_certfile: str | pathlib.Path | None = None
   ssl_keyfile: str | pathlib.Path | None = None
   max_body_bytes: int = 4 << 20
+  cors: Cors = Cors()
 
   def __post_init__(self):
     Tokens(self.tokens)
@@ -72,8 +75,8 @@ async def start(service: Service, options: Options | None = None,
   gate = Gate(make_app(service, draining), Tokens(options.tokens), draining,
               max_body_bytes=options.max_body_bytes, body_timeout=BODY_TIMEOUT)
   server = _Uvicorn(uvicorn.Config(
-      gate, http="h11", ws="none", lifespan="off", log_config=None, log_level="warning",
-      access_log=False, server_header=False, timeout_keep_alive=KEEP_ALIVE,
+      front(gate, options.cors), http="h11", ws="none", lifespan="off", log_config=None,
+      log_level="warning", access_log=False, server_header=False, timeout_keep_alive=KEEP_ALIVE,
       timeout_graceful_shutdown=CLOSING, h11_max_incomplete_event_size=MAX_HEADER_BYTES,
       ssl_certfile=options.ssl_certfile, ssl_keyfile=options.ssl_keyfile))
   task = asyncio.create_task(server.serve([listener]))

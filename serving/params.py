@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -11,9 +12,16 @@ from typing import Any
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from jspec import CompletionOutput, EngineStats, RequestOutput, SamplingParams, SpeculativeStats
+from jspec import (
+  CompletionOutput,
+  EngineStats,
+  Logprob,
+  RequestOutput,
+  SamplingParams,
+  SpeculativeStats,
+)
 from serving import jspec_pb2 as pb
-from serving.service import Delta, sampling_field
+from serving.service import Conversation, Delta, any_seed, sampling_field
 
 
 class BadField(ValueError):
@@ -36,9 +44,11 @@ def check_known(message: Message, path: str = "") -> None:
         check_known(inner, f"{path}.{field.name}".lstrip("."))
 
 
-def sampling_params(message: pb.SamplingParams) -> SamplingParams:
-  """What is set in the message; the rest has SamplingParams' own defaults."""
-  fields: dict[str, Any] = {field.name: _plain(value) for field, value in message.ListFields()}
+def sampling_params(message: pb.SamplingParams, defaults: Mapping[str, Any]) -> SamplingParams:
+  """What is set in the message, the server's defaults, and SamplingParams' own for the rest."""
+  fields: dict[str, Any] = {**defaults, **{
+      field.name: _plain(value) for field, value in message.ListFields()}}
+  fields["seed"] = any_seed(fields.get("seed"))
   if fields.pop("as_many_as_fit", False):
     fields["max_tokens"] = None
   with naming_the_field("params"):
@@ -51,12 +61,25 @@ def _plain(value: Any) -> Any:
   return value if isinstance(value, (bool, int, float, str)) else tuple(value)
 
 
-def messages(chat: pb.Chat) -> list[dict[str, str]]:
-  """A conversation, for LLM.encode_chat."""
+def conversation(chat: pb.Chat) -> Conversation:
   for i, message in enumerate(chat.messages):
     if not message.role:
       raise BadField("chat", f"message {i} has no role")
-  return [{"role": message.role, "content": message.content} for message in chat.messages]
+  messages = [{"role": message.role, "content": message.content} for message in chat.messages]
+  goes_on = chat.continue_final_message
+  opening = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else not goes_on
+  if goes_on and opening:
+    raise BadField("chat", "add_generation_prompt and continue_final_message exclude each other")
+  more = None
+  if chat.HasField("chat_template_kwargs"):
+    try:
+      more = json.loads(chat.chat_template_kwargs)
+    except (ValueError, RecursionError):
+      more = None
+    if not isinstance(more, dict):
+      raise BadField("chat", f"chat_template_kwargs must be a JSON object, got "
+                             f"{chat.chat_template_kwargs!r:.60}")
+  return Conversation(messages, opening, goes_on, more or None)
 
 
 @contextlib.contextmanager
@@ -74,36 +97,42 @@ def naming_the_field(otherwise: str) -> Iterator[None]:
     if field := sampling_field(str(error)):
       raise BadField(f"params.{field}", error) from None
     word = re.split(r"\W", str(error), maxsplit=1)[0]
-    raise BadField(word if word in ("request_id", "priority") else otherwise, error) from None
+    named = word in ("request_id", "priority", "cache_salt")
+    raise BadField(word if named else otherwise, error) from None
 
 
-def generate_reply(output: RequestOutput,
-                   news: Sequence[Delta | CompletionOutput]) -> pb.GenerateReply:
-  """News of a request; with its statistics if it is finished."""
+def generate_reply(output: RequestOutput, news: Sequence[Delta | CompletionOutput],
+                   show_cached: bool) -> pb.GenerateReply:
+  """News of a request; with its statistics, and what is known of its prompt, if it is finished."""
   return pb.GenerateReply(
       request_id=output.request_id, outputs=[_output(out) for out in news],
-      statistics=_statistics(output) if output.finished else None)
+      statistics=_statistics(output, show_cached) if output.finished else None,
+      prompt_logprobs=_rows(output.prompt_logprobs) if output.finished else ())
 
 
 def _output(out: Delta | CompletionOutput) -> pb.Output:
   reason = out.stop_reason
-  rows = [pb.TokenLogprobs(logprobs=[
-      pb.Logprob(token_id=token, logprob=value.logprob, rank=value.rank,
-                 decoded_token=value.decoded_token) for token, value in row.items()])
-          for row in out.logprobs or ()]
   return pb.Output(
-      index=out.index, text=out.text, token_ids=out.token_ids, logprobs=rows,
+      index=out.index, text=out.text, token_ids=out.token_ids, logprobs=_rows(out.logprobs),
       finish_reason=out.finish_reason or "",
       stop_token_id=reason if isinstance(reason, int) else None,
       stop_string=reason if isinstance(reason, str) else None)
 
 
-def _statistics(output: RequestOutput) -> pb.Statistics:
+def _rows(rows: Sequence[Mapping[int, Logprob] | None] | None) -> list[pb.TokenLogprobs]:
+  return [pb.TokenLogprobs(logprobs=[
+      pb.Logprob(token_id=token, logprob=value.logprob, rank=value.rank,
+                 decoded_token=value.decoded_token) for token, value in (row or {}).items()])
+          for row in rows or ()]
+
+
+def _statistics(output: RequestOutput, show_cached: bool) -> pb.Statistics:
   return pb.Statistics(
       prompt_tokens=len(output.prompt_token_ids),
       generated_tokens=sum(len(out.token_ids) for out in output.outputs),
       speculation=_speculation(output.speculation),
-      cached_tokens=output.num_cached_tokens, time_in_queue=output.timing.admitted,
+      cached_tokens=output.num_cached_tokens if show_cached else None,
+      time_in_queue=output.timing.admitted,
       time_to_first_token=output.timing.first_token, total_time=output.timing.finished)
 
 

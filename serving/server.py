@@ -22,7 +22,7 @@ from typing import Any, NoReturn, Protocol
 from jspec import LLM, AsyncLLM, EngineDead, EngineStats
 from serving import grpc_server, http_server
 from serving.metrics import Metrics
-from serving.service import Service
+from serving.service import Policy, Service
 
 LOG = logging.getLogger(__name__)
 STATISTICS_EVERY = 10.0  # seconds
@@ -40,6 +40,7 @@ class Settings:
   max_queue: int = 1024
   steps_per_turn: int = 1
   drain_timeout: float = 30.0  # seconds
+  policy: Policy = Policy()
 
 
 class Door(Protocol):
@@ -103,7 +104,8 @@ def hold_port(host: str, port: int) -> socket.socket:
 async def _serve(llm: LLM, settings: Settings, held: dict[str, socket.socket]) -> int:
   stop = on_signal()
   engine = AsyncLLM(llm, max_waiting=settings.max_queue, steps_per_turn=settings.steps_per_turn)
-  service = Service(engine, settings.model_name, Metrics(engine, settings.model_name))
+  service = Service(engine, settings.model_name, Metrics(engine, settings.model_name),
+                    settings.policy)
   statistics = asyncio.create_task(_report(engine))
   try:
     doors = await _open(service, settings, held)

@@ -11,10 +11,11 @@ import grpc
 import pytest
 
 from jspec import EngineStats, SamplingParams, SpeculativeStats
-from serving import client as clients
+from serving import client_messages
 from serving import jspec_pb2 as pb
 from serving import jspec_pb2_grpc as pb_grpc
-from serving.client import AsyncClient, Client, Connection, sampling_message
+from serving.client import TLS, AsyncClient, Client, Connection
+from serving.client_messages import sampling_message
 from serving.grpc_server import SERVICE
 
 ANSWER = pb.GenerateReply(request_id="7", outputs=[{"text": "hi", "token_ids": [1, 2]}])
@@ -90,7 +91,7 @@ class Either:
 
   async def unary(self, *args, **options):
     answer = self._client.generate_unary(*args, **options)
-    return answer if isinstance(answer, clients.Chunk) else await answer
+    return answer if isinstance(answer, client_messages.Chunk) else await answer
 
   async def stream(self, *args, only=None, **options):
     """All chunks, or the first `only` ones, after which the iterator is left."""
@@ -231,9 +232,9 @@ def test_an_output_keeps_what_the_message_holds():
 
   chunk = run(Scripted(answer=answer), scenario, AsyncClient)
   first, second = chunk.outputs
-  assert first == clients.Output(
-      1, "é", (5, 6), ({5: clients.Logprob(-0.1, 2, "a"), 9: clients.Logprob(-0.05, 1, "b")},),
-      "stop", "x")
+  assert first == client_messages.Output(
+      1, "é", (5, 6), ({5: client_messages.Logprob(-0.1, 2, "a"),
+                        9: client_messages.Logprob(-0.05, 1, "b")},), "stop", "x")
   assert list(first.logprobs[0]) == [5, 9]
   assert second.stop_reason == 0 and second.logprobs == () and chunk.text == ""
   assert chunk.statistics is None
@@ -258,12 +259,12 @@ def test_none_asks_for_nothing_but_as_many_tokens_as_fit():
 
 def test_statistics_have_the_fields_of_jspecs():
   names = lambda kind: {f.name for f in dataclasses.fields(kind)}
-  assert names(clients.Stats) == names(EngineStats)
-  assert names(clients.Speculation) == names(SpeculativeStats) | {"acceptance_rate"}
-  for kind in (clients.Stats, clients.Speculation, clients.Statistics):
-    message = pb.StatsReply if kind is clients.Stats else vars(pb)[kind.__name__]
+  assert names(client_messages.Stats) == names(EngineStats)
+  assert names(client_messages.Speculation) == names(SpeculativeStats) | {"acceptance_rate"}
+  for kind in (client_messages.Stats, client_messages.Speculation, client_messages.Statistics):
+    message = pb.StatsReply if kind is client_messages.Stats else vars(pb)[kind.__name__]
     assert names(kind) == set(message.DESCRIPTOR.fields_by_name)
-  assert names(clients.ModelInfo) == set(pb.ModelInfoReply.DESCRIPTOR.fields_by_name)
+  assert names(client_messages.ModelInfo) == set(pb.ModelInfoReply.DESCRIPTOR.fields_by_name)
 
 
 def test_a_connection_keeps_its_token_to_itself_and_its_limits():
@@ -271,7 +272,7 @@ def test_a_connection_keeps_its_token_to_itself_and_its_limits():
   with pytest.raises(ValueError, match="retries must be in 0..4, got 5"):
     Connection("localhost:1", retries=5)
   with pytest.raises(ValueError, match="certfile and keyfile go together"):
-    clients.TLS(certfile="a.pem").credentials()
+    TLS(certfile="a.pem").credentials()
 
 
 def test_the_client_needs_neither_jax_nor_jspec():

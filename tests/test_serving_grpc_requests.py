@@ -14,9 +14,11 @@ from tiny_llm import tiny_llm
 from jspec import AsyncLLM, SamplingParams
 from serving import jspec_pb2 as pb
 from serving import jspec_pb2_grpc as pb_grpc
-from serving.client import AsyncClient, sampling_message
+from serving.client import AsyncClient
+from serving.client_messages import sampling_message
 from serving.grpc_server import SERVICE
-from serving.params import sampling_params
+from serving.params import conversation, sampling_params
+from serving.service import Conversation
 
 ROOT = pathlib.Path(__file__).parent.parent
 METHODS = pb.DESCRIPTOR.services_by_name["Jspec"].methods
@@ -51,13 +53,36 @@ def test_every_sampling_parameter_travels():
   for name, value in NOT_THE_DEFAULT.items():
     params = SamplingParams(**{name: value})
     assert getattr(params, name) != defaults[name]
-    assert sampling_params(sampling_message(params)) == params
-    assert sampling_params(sampling_message({name: value})) == params  # alone on the wire
+    assert sampling_params(sampling_message(params), {}) == params
+    assert sampling_params(sampling_message({name: value}), {}) == params  # alone on the wire
 
 
 def test_what_is_unset_has_the_default():
-  assert sampling_params(pb.SamplingParams()) == SamplingParams()
-  assert sampling_params(pb.SamplingParams(as_many_as_fit=False)) == SamplingParams()
+  assert sampling_params(pb.SamplingParams(), {}) == SamplingParams()
+  assert sampling_params(pb.SamplingParams(as_many_as_fit=False), {}) == SamplingParams()
+
+
+def test_the_models_defaults_are_those_of_fields_that_are_unset():
+  defaults = dict(temperature=0.6, top_p=0.9, top_k=20, min_p=0.05, repetition_penalty=1.1)
+  assert sampling_params(pb.SamplingParams(), defaults) == SamplingParams(**defaults)
+  neutral = dict(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0)
+  assert sampling_params(pb.SamplingParams(**neutral), defaults) == SamplingParams()
+
+
+@pytest.mark.parametrize("given, seed", [(7, 7), (-1, None), (-2, 2**63 - 2), (-2**63, 0)])
+def test_any_64_bit_number_is_a_seed(given, seed):
+  assert sampling_params(pb.SamplingParams(seed=given), {}).seed == seed
+
+
+def test_how_a_template_is_to_write_a_conversation():
+  messages = [{"role": "user", "content": "a"}]
+  for fields, told in (
+      ({}, {}), ({"add_generation_prompt": False}, {"add_generation_prompt": False}),
+      ({"continue_final_message": True},
+       {"add_generation_prompt": False, "continue_final_message": True}),
+      ({"chat_template_kwargs": '{"enable_thinking": false}'},
+       {"chat_template_kwargs": {"enable_thinking": False}})):
+    assert conversation(pb.Chat(messages=messages, **fields)) == Conversation(messages, **told)
 
 
 def request(**params):
@@ -69,7 +94,8 @@ REFUSED = {  # how the refusal begins -> the request
   "params.top_p: top_p must be > 0": request(top_p=0),
   "params.n: n must be": request(n=0),
   "params.max_tokens: max_tokens must be >= 1": request(max_tokens=0),
-  "params.seed: seed must be in": request(seed=-5),
+  "params.temperature: temperature must be a finite": request(temperature=float("inf")),
+  "params.logit_bias: logit_bias must be within": request(logit_bias={5: float("nan")}),
   "params.stop: stop must hold non-empty": request(stop=[""]),
   "params.logprobs: logprobs must be in 0..20": request(logprobs=21),
   "params.logit_bias: logit_bias names token 64": request(logit_bias={64: 1.0}),
@@ -77,6 +103,12 @@ REFUSED = {  # how the refusal begins -> the request
   "params.num_speculative_tokens: num_spec": request(num_speculative_tokens=5),
   "params.min_tokens: min_tokens=96 does not": request(min_tokens=96, as_many_as_fit=True),
   "params.bad_words: a bad word is": request(bad_words=["abcdefghijk"]),
+  "cache_salt: must not be empty": pb.GenerateRequest(text="a", cache_salt=""),
+  "chat: add_generation_prompt and continue": pb.GenerateRequest(chat={
+      "messages": [{"role": "user"}], "add_generation_prompt": True,
+      "continue_final_message": True}),
+  "chat: chat_template_kwargs must be a JSON object": pb.GenerateRequest(chat={
+      "messages": [{"role": "user"}], "chat_template_kwargs": "[]"}),
   "request_id: must not be empty": pb.GenerateRequest(text="a", request_id=""),
   "prompt: one of text, token_ids": pb.GenerateRequest(),
   "text: the prompt is empty": pb.GenerateRequest(text=""),

@@ -1,0 +1,174 @@
+"""What a server's operator decides about requests and answers, and who may read those."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from http_running import COMPLETIONS, MODEL, Running, error_of, running
+from served import serve
+from tiny_llm import tiny_llm
+
+from jspec import AsyncLLM, cli
+from serving import http_server, server
+from serving.client import AsyncClient
+from serving.http_front import Cors
+from serving.service import Policy
+
+USER = [{"role": "user", "content": "the cat"}]
+SITE = {"Origin": "https://chat.example.org"}
+LONG = "the cat and the hat on the "  # several pages, so that the second asking finds them
+
+
+@pytest.fixture(scope="module")
+def door() -> Iterator[Running]:
+  with running(tiny_llm("ngram")) as server:
+    yield server
+
+
+@contextlib.contextmanager
+def policy(door: Running, **fields) -> Iterator[None]:
+  before = door.service.policy
+  door.service.policy = Policy(**fields)
+  try:
+    yield
+  finally:
+    door.service.policy = before
+
+
+# --------------------------------------------------------------------------------------- the flags
+
+
+def test_flags_reach_the_policy_and_the_door(monkeypatch, tmp_path):
+  found = []
+  monkeypatch.setattr(server, "run", lambda load, settings: found.append(settings) or 0)
+  template = tmp_path / "template.jinja"
+  template.write_text("{{ messages[0].content }}")
+  assert cli.main(["serve"]) == 0
+  assert cli.main([
+      "serve", "--strict", "--chat-template", str(template), "--no-plain-message-content",
+      "--enable-prompt-tokens-details", "--allowed-origins", '["https://a", "https://b"]',
+      "--allow-credentials", "--allowed-methods", '["POST"]', "--allowed-headers", "x-a"]) == 0
+  usual, told = found
+  assert usual.policy == Policy() and usual.http.cors == Cors()
+  assert told.policy == Policy(strict=True, chat_template="{{ messages[0].content }}",
+                               plain_message_content=False, show_cached_tokens=True)
+  assert told.http.cors == Cors(("https://a", "https://b"), True, ("POST",), ("x-a",))
+
+
+@pytest.mark.parametrize("flags, part", [
+  (["--allowed-origins", "[5]"], "must be a JSON list of strings"),
+  (["--allowed-origins", '["x"'], "must be a JSON list of strings"),
+  (["--chat-template", "/nowhere"], "--chat-template: can't read /nowhere")])
+def test_bad_flags_are_refused(capsys, flags, part):
+  try:
+    assert cli.main(["serve", *flags]) == cli.BAD_INPUT
+  except SystemExit as error:
+    assert error.code == cli.BAD_INPUT
+  assert part in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------- cached tokens
+
+
+def test_cached_tokens_are_shown_where_the_operator_wants_it(door):
+  """They tell a client whether others have asked the same."""
+  def details(**fields) -> dict | None:
+    answer = door.post(COMPLETIONS, prompt=LONG, max_tokens=2, temperature=0, **fields)
+    if not fields:
+      return answer.json()["usage"]["prompt_tokens_details"]
+    [usage] = [line for line in answer.text.splitlines() if '"prompt_tokens":' in line]
+    return "cached_tokens" in usage
+
+  details()  # now it is in the cache
+  assert details() is None
+  stream = dict(stream=True, stream_options={"include_usage": True})
+  assert details(**stream) is False
+  assert door.post("/v1/responses", input=LONG, max_output_tokens=2).json()["usage"][
+      "input_tokens_details"] == {"cached_tokens": 0}
+  with policy(door, show_cached_tokens=True):
+    assert details()["cached_tokens"] >= 8 and details(**stream) is True
+    cached = door.post("/v1/responses", input=LONG, max_output_tokens=2).json()["usage"]
+    assert cached["input_tokens_details"]["cached_tokens"] >= 8
+
+
+def test_cached_tokens_over_grpc_too():
+  async def scenario(address, service, _):
+    async with AsyncClient(address) as client:
+      found = []
+      for shown in (False, False, True):
+        service.policy = Policy(show_cached_tokens=shown)
+        chunk = await client.generate_unary(LONG, {"max_tokens": 1})
+        found.append(chunk.statistics.cached_tokens)
+      return found
+
+  *hidden, shown = serve(lambda: AsyncLLM(tiny_llm("ngram")), scenario, close=AsyncLLM.shutdown)
+  assert hidden == [None, None] and shown >= 8
+
+
+# -------------------------------------------------------------------------------------- defaults
+
+
+def test_the_models_defaults_apply_to_what_a_client_leaves_out(door):
+  """With top_k=1 all draws are greedy."""
+  def texts(**fields):
+    answer = door.post(COMPLETIONS, prompt="the cat", max_tokens=12, n=3, **fields).json()
+    return [choice["text"] for choice in answer["choices"]]
+
+  greedy = texts(temperature=0)
+  assert len({*greedy}) == 1 and len({*texts(seed=1)}) > 1
+  with policy(door, defaults={"top_k": 1}):
+    assert texts() == texts(seed=1) == greedy
+    assert len({*texts(seed=1, top_k=0)}) > 1
+
+
+# ------------------------------------------------------------------------------ paths and browsers
+
+
+def test_a_slash_at_the_end_of_a_path_changes_nothing(door):
+  with door.client() as client:
+    for path in ("/v1/models", "/health", "/ping", f"/v1/models/{MODEL}", "/version"):
+      assert client.get(f"{path}/").content == client.get(path).content
+      assert client.get(f"{path}/").status_code == 200
+    assert client.post("/ping").status_code == 200
+    answer = client.post(f"{COMPLETIONS}/", json={"prompt": "a", "max_tokens": 1})
+    assert answer.status_code == 200 and not answer.history
+  guarded = door.open(tokens=("sesame",))
+  with httpx.Client(base_url=f"http://127.0.0.1:{guarded.port}", trust_env=False) as client:
+    assert client.get("/ping/").status_code == 200
+    error_of(client.get("/v1/models/"), 401)
+  door.run(guarded.drain(0))
+
+
+def test_browsers_of_allowed_sites_may_ask_and_read_even_refusals(door):
+  asks = {**SITE, "Access-Control-Request-Method": "POST",
+          "Access-Control-Request-Headers": "authorization,content-type"}
+  for origins, told in (((), None), (("*",), "*"), ((SITE["Origin"],), SITE["Origin"]),
+                        (("https://other.example",), None)):
+    opened = door.open(tokens=("sesame",), cors=Cors(allowed_origins=origins))
+    with httpx.Client(base_url=f"http://127.0.0.1:{opened.port}", trust_env=False) as client:
+      before = client.options(COMPLETIONS, headers=asks)
+      refused = client.get("/v1/models", headers=SITE)
+      given = client.get("/v1/models", headers={**SITE, "Authorization": "Bearer sesame"})
+    for response in (before, refused, given):
+      assert response.headers.get("access-control-allow-origin") == told
+    assert (refused.status_code, given.status_code) == (401, 200)
+    assert (before.status_code == 200) == (told is not None)
+    door.run(opened.drain(0))
+
+
+def test_cookies_are_for_those_who_allow_them(door):
+  for allowed in (False, True):
+    opened = door.open(cors=Cors(allowed_origins=("*",), allow_credentials=allowed))
+    with httpx.Client(base_url=f"http://127.0.0.1:{opened.port}", trust_env=False) as client:
+      headers = client.get("/v1/models", headers=SITE).headers
+    assert (headers.get("access-control-allow-credentials") == "true") == allowed
+    door.run(opened.drain(0))
+
+
+def test_an_open_door_lets_no_page_in_by_default():
+  assert http_server.Options().cors.allowed_origins == ()
+  assert dataclasses.asdict(Cors())["allow_credentials"] is False
