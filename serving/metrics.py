@@ -197,8 +197,9 @@ class _Request:
     metrics.generation_tokens.observe(seen.tokens)
     if seen.tokens > 1:
       metrics.mean_per_token.observe((seen.last - seen.first) / (seen.tokens - 1))
-    if self._params.max_tokens is not None:
-      metrics.params_max_tokens.observe(self._params.max_tokens)
+    if self._params.max_tokens is not None:  # what a client asks beyond what fits means nothing
+      room = metrics.engine.llm.max_model_len - prompt_tokens
+      metrics.params_max_tokens.observe(min(self._params.max_tokens, room))
 
 
 class _EngineCollector(Collector):
