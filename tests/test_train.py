@@ -49,18 +49,6 @@ def run(update, began, batch, steps=2):
   return losses, began
 
 
-def test_accumulated_gradients_are_the_mean_of_the_micro_batches():
-  batch, optimizer = micro_batches(3), optax.sgd(1.0)
-  began = state.init_state(0, method(), optimizer, target_params())
-  loss = lambda p, b: method().loss(p, target_params(), b, 0, None)[0]
-  grads = [jax.grad(loss)(began.params, jax.tree.map(lambda x, i=i: x[i], batch))
-           for i in range(3)]
-  want = jax.tree.map(lambda p, *g: p - sum(g) / 3, began.params, *grads)
-  after, _ = jax.jit(state.make_update(method(), optimizer, TARGET))(
-      began, target_params(), batch)
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), after.params, want)
-
-
 def test_hidden_states_on_the_fly_are_those_that_were_stored():
   batch, optimizer = micro_batches(1), optax.sgd(0.1)
   bare = batch.replace(hidden=None, feature=None)

@@ -36,10 +36,10 @@ def test_the_gradient_check_sees_a_missing_part():
 
   def cut(params, *rest):
     first = jax.lax.stop_gradient(params["heads"][0])
-    return method.loss({"heads": [first, *params["heads"][1:]]}, *rest)
+    return method.terms({"heads": [first, *params["heads"][1:]]}, *rest)
 
   with pytest.raises(AssertionError, match="heads"):
-    check_gradient(method._replace(loss=cut), params_of("medusa_vocab"), target_params(), packed())
+    check_gradient(method._replace(terms=cut), params_of("medusa_vocab"), target_params(), packed())
 
 
 # ------------------------------------------------------------------ values, in loops

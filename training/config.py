@@ -103,7 +103,7 @@ class OptimizerConfig(_Checked):
   weight_decay: float = 0.0  # of matrices
   clip_norm: float = 0.0  # of all gradients together; 0: off
   clip_value: float = 0.0  # of each gradient's elements; 0: off
-  accumulate: int = 1  # batches whose gradients are averaged for one update
+  accumulate: int = 1  # batches that one update is made of, as if they were one
 
   def check(self) -> None:
     self.one_of("schedule", ("cosine", "linear", "constant"))

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jspec.config import ModelConfig
 from jspec.sharding import param_shardings
 from training import transformer
-from training.types import Batch, Method, Metrics, Params
+from training.types import Batch, Method, Metrics, Params, value
 
 
 class TrainState(flax.struct.PyTreeNode):
@@ -53,37 +53,55 @@ def make_update(method: Method, optimizer: optax.GradientTransformation, target:
                 ) -> Callable[[TrainState, Params, Batch], tuple[TrainState, Metrics]]:
   """update(state, target_params, batch) -> (state, metrics): pure, to be jitted.
 
-  batch has a leading axis [A, B, T]: gradients of the A micro-batches are averaged into one update.
-  Hidden states that it lacks are computed from the target on the way.
+  batch has a leading axis [A, B, T]: A micro-batches, of which the loss, its gradient and the
+  metrics are those of all their rows together, each term one sum over one count. Hidden states
+  that it lacks are computed from the target on the way.
 
   Args:
     dtype: of the arithmetic; parameters, gradients and the optimiser stay float32.
     ema_decay: of the average of the parameters, 0 keeps none.
   """
 
-  def loss_fn(params, target_params, batch, step, key):
+  def terms(params, target_params, batch, step, key):
     batch = with_features(batch, method, target_params, target)
     batch = jax.tree.map(lambda x: x.astype(dtype) if x.dtype == jnp.bfloat16 else x, batch)
     cast = jax.tree.map(lambda x: x.astype(dtype), params)
-    return method.loss(cast, target_params, batch, step, key)
+    return method.terms(cast, target_params, batch, step, key)
+
+  def loss_fn(params, counts, *args):
+    """counts: of each term in all micro-batches; None: this is the only one."""
+    parts, metrics = terms(params, *args)
+    counts = [part.count for part in parts] if counts is None else counts
+    loss = sum(part.over(count) for part, count in zip(parts, counts, strict=True))
+    return loss, {"loss": parts} | metrics
 
   def update(state: TrainState, target_params: Params, batch: Batch):
     key = jax.random.fold_in(state.key, state.step)
     count = batch.token.shape[0]
 
-    def add(total, micro):
-      index, batch = micro
-      (loss, metrics), grads = jax.value_and_grad(loss_fn, has_aux=True)(
-          state.params, target_params, batch, state.step, jax.random.fold_in(key, index))
-      return jax.tree.map(jnp.add, total, grads), {"loss": loss} | metrics
+    def given(index, batch):
+      return target_params, batch, state.step, jax.random.fold_in(key, index)
 
-    zeros = jax.tree.map(jnp.zeros_like, state.params)
+    def counts_of(micro):  # of the masks alone: the arithmetic is not compiled
+      return [part.count for part in terms(state.params, *given(*micro))[0]]
+
+    def gradients(counts, micro):
+      return jax.grad(loss_fn, has_aux=True)(state.params, counts, *given(*micro))
+
+    micros = jnp.arange(count), batch
     if count == 1:  # without a loop XLA has more to fuse
-      grads, metrics = add(zeros, (0, jax.tree.map(lambda x: x[0], batch)))
+      grads, measured = gradients(None, jax.tree.map(lambda x: x[0], micros))
     else:
-      grads, metrics = jax.lax.scan(add, zeros, (jnp.arange(count), batch))
-      grads = jax.tree.map(lambda x: x / count, grads)
-      metrics = jax.tree.map(jnp.mean, metrics)
+      counts = [x.sum() for x in jax.lax.map(counts_of, micros)]
+      zeros = jax.tree.map(jnp.zeros_like, state.params)
+
+      def add(total, micro):
+        grads, measured = gradients(counts, micro)
+        return jax.tree.map(jnp.add, total, grads), measured
+
+      grads, measured = jax.lax.scan(add, zeros, micros)
+      measured = jax.tree.map(lambda x: x.sum(0), measured)
+    metrics = {name: value(x) for name, x in measured.items()}
     updates, opt_state = optimizer.update(grads, state.optimizer, state.params)
     params = optax.apply_updates(state.params, updates)
     average = state.average

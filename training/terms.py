@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec import model
-from training.types import Batch, Metrics, Params
+from training.types import Batch, Mean, Measured, Params
 
 
 def shifted(x: jax.Array, by: int) -> jax.Array:
@@ -25,9 +25,9 @@ def counted(batch: Batch, ahead: int) -> jax.Array:
   return shifted(batch.loss, ahead) & same & (batch.segment > 0)
 
 
-def mean(x: jax.Array, counts: jax.Array) -> jax.Array:
-  """Of x where it counts; 0 where nothing does."""
-  return jnp.where(counts, x, 0).sum() / jnp.maximum(counts.sum(), 1)
+def mean(x: jax.Array, counts: jax.Array) -> Mean:
+  """Of x where it counts."""
+  return Mean(jnp.where(counts, x, 0).sum(), number(counts))
 
 
 def cross_entropy(logits: jax.Array, token: jax.Array) -> jax.Array:
@@ -59,13 +59,14 @@ def draft_token(token: jax.Array, target_id: np.ndarray | None,
 
 
 def draft_metrics(logits: jax.Array, batch: Batch, depth: int, target_id: np.ndarray | None,
-                  loss: jax.Array | None = None) -> Metrics:
+                  loss: Measured | None = None) -> dict[str, Measured]:
   """accuracy_1 and so on: a token outside the draft vocabulary is a miss."""
   best = logits.argmax(-1)
   best = best if target_id is None else jnp.asarray(target_id)[best]
   ahead = depth + 2
   right = best == shifted(batch.token, ahead)
-  found = {f"accuracy_{depth + 1}": mean(right.astype(logits.dtype), counted(batch, ahead))}
+  found: dict[str, Measured] = {
+      f"accuracy_{depth + 1}": mean(right.astype(jnp.float32), counted(batch, ahead))}
   return found if loss is None else found | {f"loss_{depth + 1}": loss}
 
 

@@ -1,4 +1,4 @@
-"""What the parts of training hand to each other. No logic.
+"""What the parts of training hand to each other.
 
 Letters as in jspec/types.py; T: tokens of a row of the batch, several sequences one after another.
 """
@@ -10,12 +10,43 @@ from typing import Any, NamedTuple
 
 import flax.struct
 import jax
+import jax.numpy as jnp
 
 from jspec.config import ModelConfig
 from jspec.head_config import HeadConfig
 
 Params = Any  # a pytree of arrays
 Metrics = dict[str, jax.Array]  # by name; scalars
+
+
+class Mean(flax.struct.PyTreeNode):
+  """A sum over rows and how many they are: means of parts of a batch add up to the whole's."""
+
+  total: jax.Array  # f32[]
+  count: jax.Array  # f32[]
+
+  @property
+  def value(self) -> jax.Array:
+    """0 where nothing counts."""
+    return self.over(self.count)
+
+  def over(self, count: jax.Array) -> jax.Array:
+    """This part's share in the mean over `count` rows."""
+    return self.total / jnp.maximum(count, 1)
+
+  def times(self, weight: jax.Array | float) -> Mean:
+    return Mean(weight * self.total, self.count)
+
+
+# A number that adds up, a mean, or a sum of means.
+Measured = jax.Array | Mean | tuple[Mean, ...]
+
+
+def value(x: Measured) -> jax.Array:
+  """f32[]."""
+  if isinstance(x, Mean):
+    return x.value
+  return jnp.stack([mean.value for mean in x]).sum() if isinstance(x, tuple) else x
 
 
 class Batch(flax.struct.PyTreeNode):
@@ -39,8 +70,9 @@ class Method(NamedTuple):
   name: str
   config: HeadConfig | ModelConfig  # of what is exported
   init: Callable[[jax.Array, Params], Params]  # (key, target params) -> trainable params, float32
-  # (params, target params, batch, step i32[], key) -> (loss f32[], metrics)
-  loss: Callable[[Params, Params, Batch, jax.Array, jax.Array], tuple[jax.Array, Metrics]]
+  # (params, target params, batch, step i32[], key) -> (what adds up to the loss, metrics)
+  terms: Callable[[Params, Params, Batch, jax.Array, jax.Array],
+                  tuple[tuple[Mean, ...], dict[str, Measured]]]
   # (params, target params, batch) -> by depth, [B, T, Vd] given the text before
   logits: Callable[[Params, Params, Batch], tuple[jax.Array, ...]]
   # (params, target params) -> the tree of head_config.py, or of model.py
@@ -50,3 +82,9 @@ class Method(NamedTuple):
   target_id: Any = None  # i32[Vd], the target's token of each draft token; None: its own ids
   # (params, target params) -> the target as it came out, where the method trains it too
   tuned: Callable[[Params, Params], Params] | None = None
+
+  def loss(self, params: Params, target_params: Params, batch: Batch, step: jax.Array,
+           key: jax.Array) -> tuple[jax.Array, Metrics]:
+    """(f32[], metrics) of one batch."""
+    parts, metrics = self.terms(params, target_params, batch, step, key)
+    return value(parts), {name: value(x) for name, x in metrics.items()}

@@ -54,16 +54,16 @@ def make(options: DraftModelOptions, target: ModelConfig) -> Method:
                                     checkpoint=options.checkpoint)
     return transformer.logits(params, config, hidden)
 
-  def loss(params, target_params, batch: Batch, step, key):
+  def loss_terms(params, target_params, batch: Batch, step, key):
     del step, key  # unused
     out = own_logits(params, batch)
     teacher = jax.lax.stop_gradient(
         transformer.logits(target_params, target, terms.hidden_of(batch)))
     counts = terms.counted(batch, 1)
     each = distance(options.divergence, teacher / options.temperature, out / options.temperature)
-    total = options.temperature**2 * terms.mean(each, counts)
+    total = terms.mean(each, counts).times(options.temperature**2)
     drafts = terms.draft_metrics(terms.shifted(out, 1), batch, 0, None, total)
-    return total, drafts | {"terms": terms.number(counts)}
+    return (total,), drafts | {"terms": terms.number(counts)}
 
   def logits(params, target_params, batch: Batch):
     del target_params  # unused
@@ -71,8 +71,8 @@ def make(options: DraftModelOptions, target: ModelConfig) -> Method:
     # Given the text before it, a draft is as good at every depth.
     return tuple(terms.shifted(out, 1 + d) for d in range(options.num_draft))
 
-  return Method("draft_model", config, init, loss, logits, lambda params, target_params: params,
-                options.num_draft)
+  return Method("draft_model", config, init, loss_terms, logits,
+                lambda params, target_params: params, options.num_draft)
 
 
 def distance(kind: str, teacher: jax.Array, student: jax.Array) -> jax.Array:

@@ -45,7 +45,7 @@ def make(options: Eagle1Options, target: ModelConfig) -> Method:
       params["fc"]["b"] = jnp.zeros(config.width)
     return params
 
-  def loss(params, target_params, batch: Batch, step, key):
+  def loss_terms(params, target_params, batch: Batch, step, key):
     del step  # unused
     feature = terms.hidden_of(batch).astype(params["fc"]["w"].dtype)
     noisy = feature + options.noise * noise(key, batch, feature.shape[-1]).astype(feature.dtype)
@@ -56,7 +56,7 @@ def make(options: Eagle1Options, target: ModelConfig) -> Method:
     student, teacher = (transformer.logits(target_params, target, x) for x in (predicted, true))
     of_logits = terms.mean(terms.soft_cross_entropy(teacher, student), counts)
     metrics = {"loss_feature": of_feature, "loss_logits": of_logits, "terms": terms.number(counts)}
-    return (options.feature_weight * of_feature + options.logit_weight * of_logits,
+    return ((of_feature.times(options.feature_weight), of_logits.times(options.logit_weight)),
             metrics | terms.draft_metrics(student, batch, 0, None))
 
   def logits(params, target_params, batch: Batch):
@@ -64,7 +64,7 @@ def make(options: Eagle1Options, target: ModelConfig) -> Method:
     return tuple(transformer.logits(target_params, target, x) for x in unroll(
         params, target_params, batch, feature, config, target, options.num_draft))
 
-  return Method("eagle", config, init, loss, logits, lambda params, target_params: params,
+  return Method("eagle", config, init, loss_terms, logits, lambda params, target_params: params,
                 options.num_draft)
 
 

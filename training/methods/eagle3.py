@@ -18,7 +18,7 @@ from jspec.head_config import EagleConfig
 from jspec.head_init import init_head
 from training import terms, transformer
 from training.methods.eagle_layers import draft_layer, draft_layers, no_keys
-from training.types import Batch, Method, Params
+from training.types import Batch, Mean, Measured, Method, Params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ def make(options: Eagle3Options, target: ModelConfig, target_id: np.ndarray | No
   def run(params, target_params, batch):
     return unroll(params, target_params, batch, config, target, options.steps)
 
-  def loss(params, target_params, batch: Batch, step, key):
+  def loss_terms(params, target_params, batch: Batch, step, key):
     del step, key  # unused
     own, hidden = frozen(target_params), terms.hidden_of(batch)
     head = params["head"] if options.train_head else own
@@ -72,16 +72,17 @@ def make(options: Eagle3Options, target: ModelConfig, target_id: np.ndarray | No
     teacher = teacher.astype(jnp.float32)
     if target.final_soft_cap is not None:
       teacher = target.final_soft_cap * jnp.tanh(teacher / target.final_soft_cap)
-    total, metrics = jnp.float32(0), {"terms": terms.number(terms.counted(batch, 2))}
+    parts: list[Mean] = []
+    metrics: dict[str, Measured] = {"terms": terms.number(terms.counted(batch, 2))}
     for j, y in enumerate(run(params, target_params, batch)):
       label, counts = terms.shifted(batch.token, j + 2), terms.counted(batch, j + 2)
       known = terms.draft_token(label, target_id, target.vocab_size)[1]
       logits = transformer.dense(y, _cast(head, y)).astype(jnp.float32)
       part = terms.mean(
           terms.soft_cross_entropy(terms.shifted(teacher, j + 1), logits), counts & known)
-      total += options.step_decay**j * part
+      parts.append(part.times(options.step_decay**j))
       metrics |= terms.draft_metrics(logits, batch, j, target_id, part)
-    return total, metrics
+    return tuple(parts), metrics
 
   def logits(params, target_params, batch: Batch):
     head = params["head"] if options.train_head else frozen(target_params)
@@ -93,7 +94,7 @@ def make(options: Eagle3Options, target: ModelConfig, target_id: np.ndarray | No
     return terms.with_target_ids({"head": head} | params, target_id)
 
   return Method("eagle3", config, lambda key, target_params: init(
-      key, options, config, target_params, target_id), loss, logits, export,
+      key, options, config, target_params, target_id), loss_terms, logits, export,
       options.steps, taps, target_id)
 
 

@@ -12,7 +12,7 @@ from jspec import medusa_head
 from jspec.config import ModelConfig
 from jspec.head_config import MedusaConfig
 from training import terms
-from training.types import Batch, Method, Metrics, Params
+from training.types import Batch, Mean, Measured, Method, Params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,16 +35,16 @@ def make(options: MedusaOptions, target: ModelConfig,
   """target_id: i32[Vd], the draft vocabulary, ascending; None: the target's own."""
   config = head_config(options, target, target_id)
 
-  def loss(params, target_params, batch: Batch, step, key):
+  def loss_terms(params, target_params, batch: Batch, step, key):
     del step, key  # unused
     out = logits(params, target_params, batch)
-    return heads_loss(out, batch, options.decay, target_id, target.vocab_size)
+    return heads_terms(out, batch, options.decay, target_id, target.vocab_size)
 
   def logits(params, target_params, batch: Batch):
     return heads_logits(params, target_params, config, target, terms.hidden_of(batch))
 
   return Method("medusa", config, lambda key, target_params: init(config, target_params, target_id),
-                loss, logits,
+                loss_terms, logits,
                 lambda params, target_params: terms.with_target_ids(params, target_id),
                 options.num_heads, target_id=target_id)
 
@@ -81,13 +81,15 @@ def heads_logits(params: Params, target_params: Params, config: MedusaConfig, ta
                for i in range(config.num_heads))
 
 
-def heads_loss(logits: tuple[jax.Array, ...], batch: Batch, decay: float,
-               target_id: np.ndarray | None, vocab_size: int) -> tuple[jax.Array, Metrics]:
-  """sum_i decay^i * CE of head i, on token t + 2 + i of each row t."""
-  total, metrics = jnp.float32(0), {"terms": terms.number(terms.counted(batch, 2))}
+def heads_terms(logits: tuple[jax.Array, ...], batch: Batch, decay: float,
+                target_id: np.ndarray | None, vocab_size: int
+                ) -> tuple[tuple[Mean, ...], dict[str, Measured]]:
+  """decay^i * CE of head i, on token t + 2 + i of each row t."""
+  parts: list[Mean] = []
+  metrics: dict[str, Measured] = {"terms": terms.number(terms.counted(batch, 2))}
   for i, out in enumerate(logits):
     label, known = terms.draft_token(terms.shifted(batch.token, i + 2), target_id, vocab_size)
     entropy = terms.mean(terms.cross_entropy(out, label), terms.counted(batch, i + 2) & known)
-    total += decay**i * entropy
+    parts.append(entropy.times(decay**i))
     metrics |= terms.draft_metrics(out, batch, i, target_id, entropy)
-  return total, metrics
+  return tuple(parts), metrics

@@ -16,7 +16,7 @@ from jspec.config import ModelConfig
 from training import lora, terms, transformer
 from training.methods import medusa
 from training.methods.medusa import MedusaOptions
-from training.types import Batch, Method, Params
+from training.types import Batch, Mean, Method, Params
 
 RAMPS = ("constant", "sine")
 
@@ -67,15 +67,16 @@ def make(options: Medusa2Options, target: ModelConfig,
                                     checkpoint=options.checkpoint)
     return tuned, hidden, medusa.heads_logits(params, tuned, config, target, hidden)
 
-  def loss(params, target_params, batch: Batch, step, key):
+  def loss_terms(params, target_params, batch: Batch, step, key):
     del key  # unused
     joint = step >= options.heads_only_steps
     frozen = jax.tree.map(lambda x: jnp.where(joint, x, jax.lax.stop_gradient(x)), params["target"])
     tuned, hidden, out = forward({**params, "target": frozen}, target_params, batch)
-    heads, metrics = medusa.heads_loss(out, batch, options.decay, target_id, target.vocab_size)
+    heads, metrics = medusa.heads_terms(out, batch, options.decay, target_id, target.vocab_size)
     own = target_loss(tuned, hidden, target_params, batch)
-    total = own + heads_weight(options, step) * heads
-    return jnp.where(joint, total, heads), metrics | {"loss_heads": heads, "loss_target": own}
+    weight = jnp.where(joint, heads_weight(options, step), 1)
+    parts = (Mean(jnp.where(joint, own.total, 0), own.count), *(x.times(weight) for x in heads))
+    return parts, metrics | {"loss_heads": heads, "loss_target": own}
 
   def target_loss(tuned, hidden, target_params, batch):
     student = transformer.logits(tuned, target, hidden)
@@ -90,7 +91,7 @@ def make(options: Medusa2Options, target: ModelConfig,
     del target_params  # unused
     return terms.with_target_ids({"heads": params["heads"]}, target_id)
 
-  return Method("medusa2", config, init, loss, lambda *args: forward(*args)[2], export,
+  return Method("medusa2", config, init, loss_terms, lambda *args: forward(*args)[2], export,
                 options.num_heads, target_id=target_id,
                 tuned=lambda params, target_params: export_target(options, params, target_params))
 

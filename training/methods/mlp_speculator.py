@@ -13,7 +13,7 @@ from jspec.head_config import MlpSpeculatorConfig
 from jspec.head_init import init_head
 from training import terms
 from training.transformer import dense
-from training.types import Batch, Method, Params
+from training.types import Batch, Mean, Measured, Method, Params
 
 EPS = 1e-6  # of its norms
 
@@ -48,17 +48,18 @@ def make(options: MlpSpeculatorOptions, target: ModelConfig) -> Method:
     del target_params  # unused
     return stage_logits(stages_of(params, config), config, batch)
 
-  def loss(params, target_params, batch: Batch, step, key):
+  def loss_terms(params, target_params, batch: Batch, step, key):
     del step, key  # unused
-    total, metrics = jnp.float32(0), {"terms": terms.number(terms.counted(batch, 2))}
+    parts: list[Mean] = []
+    metrics: dict[str, Measured] = {"terms": terms.number(terms.counted(batch, 2))}
     for i, out in enumerate(logits(params, target_params, batch)):
       entropy = terms.mean(terms.cross_entropy(out, terms.shifted(batch.token, i + 2)),
                            terms.counted(batch, i + 2))
-      total += entropy
+      parts.append(entropy)
       metrics |= terms.draft_metrics(out, batch, i, None, entropy)
-    return total, metrics
+    return tuple(parts), metrics
 
-  return Method("mlp_speculator", config, init, loss, logits,
+  return Method("mlp_speculator", config, init, loss_terms, logits,
                 lambda params, target_params: {"stages": stages_of(params, config)},
                 options.n_predict)
 
