@@ -46,7 +46,8 @@ def text_of(text: TextPages, slots: Slots, root: jax.Array, max_len: int) -> jax
 def draft_law(logits: jax.Array, temperature: jax.Array) -> jax.Array:
   """q of draft logits f32[B, n, Vd] at the request's temperature f32[B]; one-hot where it is 0."""
   t = temperature[:, None, None]
-  return jnp.where(t > 0, jax.nn.softmax(logits / jnp.where(t > 0, t, 1)),
+  below = logits - logits.max(-1, keepdims=True)  # so that no temperature overflows the maximum
+  return jnp.where(t > 0, jax.nn.softmax(below / jnp.where(t > 0, t, 1)),
                    jax.nn.one_hot(logits.argmax(-1), logits.shape[-1]))
 
 

@@ -168,17 +168,26 @@ def inverse_cdf(weight: jax.Array, u: jax.Array) -> jax.Array:
   weight = jnp.pad(weight.reshape(r, parts, part), ((0, 0), (0, 0), (0, -part % size)))
   per_part = weight.shape[2] // size
   weight = weight.reshape(r, parts * per_part, size)
-  upto = jnp.cumsum(weight.sum(-1), -1)  # [R, blocks]
+  sums = weight.sum(-1)
+  upto = jnp.cumsum(sums, -1)  # [R, blocks]
   point = u * upto[:, -1]
-  last = (upto < upto[:, -1:]).sum(-1)  # first block to reach the total
-  block = jnp.minimum((upto <= point[:, None]).sum(-1), last)
+  block = _first_beyond(point, upto, sums)
   before = jnp.where(block > 0, jnp.take_along_axis(upto, block[:, None] - 1, 1)[:, 0], 0)
   inside = pick(weight, block[:, None])[:, 0]
-  beyond = (before[:, None] + jnp.cumsum(inside, -1) > point[:, None]) & (inside > 0)
-  # Rounding can leave the point beyond the block's own sum: then its last possible index.
-  final = size - 1 - jnp.argmax((inside > 0)[:, ::-1], -1)
-  index = jnp.where(beyond.any(-1), jnp.argmax(beyond, -1), final)
+  index = _first_beyond(point, before[:, None] + jnp.cumsum(inside, -1), inside)
   return (block // per_part * part + block % per_part * size + index).astype(jnp.int32)
+
+
+def _first_beyond(point: jax.Array, upto: jax.Array, weight: jax.Array) -> jax.Array:
+  """First index i32[R] of weight > 0 whose prefix sum upto[R, n] exceeds point[R].
+
+  The last index of weight > 0 where none does. Prefix sums need not be those of sequential adding:
+  XLA's fall, in the last bit, where it joins partial sums, and rise where nothing is added.
+  """
+  possible = weight > 0
+  beyond = possible & (upto > point[:, None])
+  last = jnp.where(possible, jnp.arange(weight.shape[1]), 0).max(-1)
+  return jnp.where(beyond.any(-1), jnp.argmax(beyond, -1), last)
 
 
 def _argmax(x: jax.Array) -> jax.Array:

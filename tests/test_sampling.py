@@ -19,9 +19,9 @@ from jspec.types import NO_PARENT, PAD_TOKEN, DraftTree
 V = 12
 
 # Compiled: operation by operation they take ten times as long.
-_probabilities, _penalised, _choose, _threshold, _inverse_cdf = map(jax.jit, (
+_probabilities, _penalised, _choose, _threshold = map(jax.jit, (
     lambda *args: jax.nn.softmax(sampling.target_scores(*args)), sampling.penalised,
-    sampling.choose, sampling._threshold, sampling.inverse_cdf))
+    sampling.choose, sampling._threshold))
 
 
 def slots(num=1, vocab=V, **fields):
@@ -282,44 +282,6 @@ def test_threshold_is_the_largest_value_with_enough_weight(data):
 
 
 # ------------------------------------------------------------------------------ draws
-
-
-@pytest.mark.parametrize("vocab", [1, 2, 511, 512, 513, 1500, 49152])
-def test_inverse_cdf_equals_searching_the_cumulative_sum(vocab):
-  """Whole-number weights whose total is a power of two: every sum and product is exact."""
-  rng = np.random.default_rng(vocab)
-  weight = rng.integers(0, 4, vocab) * (rng.random(vocab) < 0.7)
-  total = 1 << int(weight.sum()).bit_length()
-  weight[vocab // 2] += total - weight.sum()
-  upto = np.cumsum(weight)
-  edges = upto[rng.integers(0, vocab, 200)]
-  points = np.unique(np.concatenate([np.arange(0, total, max(1, total // 500)), edges, edges - 1]))
-  points = points[(points >= 0) & (points < total)]
-  points = np.concatenate([points, points + 0.5])
-  u = (points / total).astype(np.float32)
-  rows = jnp.broadcast_to(jnp.asarray(weight, jnp.float32), (64, vocab))
-  for i in range(0, len(u), 64):
-    some = np.resize(u[i:i + 64], 64)
-    expected = np.searchsorted(upto, some.astype(np.float64) * total, side="right")
-    np.testing.assert_array_equal(_inverse_cdf(rows, jnp.array(some)), expected)
-
-
-ALMOST_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
-
-
-@hypothesis.settings(deadline=None, max_examples=200)
-@hypothesis.given(st.data())
-def test_inverse_cdf_never_returns_weight_zero(data):
-  """Sparse weights over many magnitudes, u at and near its ends: rounding has no way out."""
-  vocab = 1100
-  weight = np.zeros(vocab, np.float32)
-  where = data.draw(st.lists(st.integers(0, vocab - 1), min_size=1, max_size=6, unique=True))
-  weight[where] = data.draw(hnp.arrays(
-      np.float32, len(where), elements=st.floats(2.0**-30, 1, width=32)))
-  u = data.draw(st.one_of(st.sampled_from([0.0, 0.5, ALMOST_ONE]),
-                          st.floats(0, ALMOST_ONE, width=32)))
-  index = int(_inverse_cdf(jnp.array(weight)[None], jnp.array([u], jnp.float32))[0])
-  assert weight[index] > 0
 
 
 def test_draws_follow_the_law():
