@@ -1,8 +1,9 @@
 """From logits to the target distribution p, per tree node, and draws from it.
 
-Plain decoding and verification use the same functions. Order: penalties, logit_bias, min_tokens,
-bad_words -> temperature -> min_p -> top_k -> top_p (vLLM V1's). Penalties and bad_words count the
-tokens on the node's own path. Randomness is a function of (request key, absolute position of the
+Plain decoding and verification use the same functions. Order: bad_words, min_tokens, logit_bias ->
+repetition, frequency, presence penalty -> temperature -> min_p -> top_k -> top_p (vLLM V1's; what
+is forbidden stays so whatever comes after it). Penalties and bad_words count the tokens on the
+node's own path. Randomness is a function of (request key, absolute position of the
 token being drawn, role), so a draw does not depend on how many steps led to it, on the batch, or
 on what was drafted.
 """
@@ -57,16 +58,16 @@ def uniforms(key: jax.Array, position: jax.Array, role: int) -> jax.Array:
 
 
 def penalised(logits, s: SlotSampling, num_output, context: NodeContext) -> jax.Array:
-  """Float32 [R, V] scores after penalties, bias, min_tokens and bad_words."""
+  """Float32 [R, V] scores after bias, penalties, min_tokens and bad_words."""
   slot, path = context.slot, context.path
   column = lambda x: x[slot][:, None]
   flags = s.token_flags[slot]
   count = _at(s.output_count[slot], path).add(1, mode="drop").reshape(logits.shape)
   seen = (count > 0) | (flags & IN_PROMPT > 0)
   repetition = column(s.repetition_penalty)
-  x = jnp.where(seen, jnp.where(logits > 0, logits / repetition, logits * repetition), logits)
+  x = logits + s.bias[slot]
+  x = jnp.where(seen, jnp.where(x > 0, x / repetition, x * repetition), x)
   x = x - column(s.frequency_penalty) * count - column(s.presence_penalty) * (count > 0)
-  x = x + s.bias[slot]
   early = (num_output[slot] + context.depth < s.min_tokens[slot])[:, None]
   x = jnp.where(early & (flags & NOT_BEFORE_MIN > 0), -jnp.inf, x)
   last, completes = _completed_bad_words(s, context)

@@ -12,7 +12,7 @@ MAX_BAD_WORD_TOKENS = 8
 MAX_STOPS = 64  # strings, each looked for at every token
 MAX_TOKENS_NAMED = 4096  # in stop_token_ids, and bad words in all
 MAX_SEED = 2**63 - 1
-LARGEST = 1e30  # of any number: float32 arithmetic on logits stays finite
+LARGEST = 1e18  # of any number: the product of two stays finite in float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class SamplingParams:
     repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or
       output (Keskar et al. 2019).
     presence_penalty, frequency_penalty: subtracted once, or per occurrence in the output.
-    logit_bias: token id -> number added to its logit.
+    logit_bias: token id -> number added to its logit, before the penalties.
     bad_words: texts that are never generated. With and without a space before.
     min_tokens: no stop token before this many; max_tokens: None is as many as fit.
     stop: strings that end the text (cut off unless include_stop_str_in_output).

@@ -12,7 +12,7 @@ import pytest
 from tiny_llm import EOS, byte_tokenizer
 
 from jspec import sampling, tree
-from jspec.sampling_params import SamplingParams
+from jspec.sampling_params import LARGEST, SamplingParams
 from jspec.slot_sampling import bad_word_ids, empty_sampling, row_inputs, sampling_row
 from jspec.types import NO_PARENT, PAD_TOKEN, DraftTree
 
@@ -171,14 +171,26 @@ def test_penalties_count_the_prompt_the_output_and_the_nodes_own_path():
     np.testing.assert_allclose(row, x - -0.4 * count - 0.7 * (count > 0), atol=1e-5)
 
 
-def test_logit_bias_is_added_after_the_penalties():
-  bias = np.zeros(V)
-  bias[[2, 4]] = 3.0, -100.0
-  count = np.arange(V) == 2
-  s = slots(repetition_penalty=[2.0], output_count=[count], bias=[bias], biased=[True])
-  got = _penalised(jnp.asarray(SCORES, jnp.float32)[None], s, jnp.zeros(1, jnp.int32),
-                           root_context())
-  np.testing.assert_allclose(got[0], np.where(count, SCORES / 2, SCORES) + bias, rtol=1e-6)
+def test_logit_bias_is_added_before_the_penalties():
+  """Token 0 by hand: (1 + 5) / 2 = 3, not 1 / 2 + 5; token 1: its bias changes the sign."""
+  logits = np.array([1.0, 0.5, -1.0, 2.0, 0.0, *[0.25] * (V - 5)])
+  bias = np.array([5.0, -2.0, 1.0, 0.0, -100.0, *[0.0] * (V - 5)])
+  count = np.array([1, 1, 1, 1, 0, *[0] * (V - 5)])
+  expected = np.array([3 - 0.75, -3 - 0.75, 0 - 0.75, 1 - 0.75, -100, *[0.25] * (V - 5)])
+  s = slots(repetition_penalty=[2.0], frequency_penalty=[0.5], presence_penalty=[0.25],
+            output_count=[count], bias=[bias], biased=[True])
+  got = _penalised(jnp.asarray(logits, jnp.float32)[None], s, jnp.zeros(1, jnp.int32),
+                   root_context())
+  np.testing.assert_array_equal(got[0], expected)
+
+
+def test_the_largest_bias_and_penalty_together_stay_finite():
+  bias = np.array([LARGEST, -LARGEST])[np.arange(V) % 2]
+  for repetition in (LARGEST, 1 / LARGEST):
+    s = slots(repetition_penalty=[repetition], output_count=[np.ones(V)], bias=[bias],
+              biased=[True])
+    got = _penalised(jnp.full((1, V), 30.0), s, jnp.zeros(1, jnp.int32), root_context())
+    assert np.isfinite(got).all()
 
 
 def test_min_tokens_forbids_stops_by_depth():

@@ -19,10 +19,10 @@ BAD = [  # field, value, the allowed range as the message has it
   *((name, value, "integer") for name in WHOLE for value in (1.5, "3", True)),
   *((name, value, "finite number") for name in REAL for value in ("1", True, math.nan, math.inf)),
   ("n", None, "integer"), ("temperature", None, "finite number"),
-  ("temperature", -0.1, ">= 0"), ("temperature", 1e39, "<= 1e+30"),
+  ("temperature", -0.1, ">= 0"), ("temperature", 1e39, "<= 1e+18"),
   ("top_p", 0, "> 0 and <= 1"), ("top_p", 1.01, "> 0 and <= 1"),
   ("min_p", -0.01, ">= 0 and <= 1"), ("min_p", 1.5, ">= 0 and <= 1"),
-  ("repetition_penalty", 0, ">= 1e-30"), ("repetition_penalty", -1.0, ">= 1e-30"),
+  ("repetition_penalty", 0, ">= 1e-18"), ("repetition_penalty", -1.0, ">= 1e-30"),
   *((f"{name}_penalty", value, ">= -2 and <= 2") for name in ("presence", "frequency")
     for value in (-2.1, 2.1)),
   ("stop", ["a", ""], "non-empty strings"), ("stop", [1], "non-empty strings"), ("stop", 1, "list"),
@@ -35,7 +35,7 @@ BAD = [  # field, value, the allowed range as the message has it
   ("logit_bias", {"a": 1}, "map token ids to numbers"),
   ("logit_bias", {1.7: 1}, "map token ids to numbers"),
   ("logit_bias", {1: "x"}, "map token ids to numbers"),
-  ("logit_bias", {1: math.nan}, "1e+30"), ("logit_bias", {1: 1e39}, "1e+30"),
+  ("logit_bias", {1: math.nan}, "1e+18"), ("logit_bias", {1: 1e39}, "1e+18"),
   ("include_stop_str_in_output", 1, "True or False"), ("ignore_eos", None, "True or False"),
   ("skip_special_tokens", "yes", "True or False"),
 ]
