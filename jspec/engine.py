@@ -103,10 +103,11 @@ class Engine:
     tenant = self.scheduler.drop(request)
     if tenant is not None:
       self.device.release(tenant.slot)
-    request.fail(reason)
+    if known or not request.finished:  # else its answer was complete
+      request.fail(reason)
     self._changed[request] = None
     if known:
-      self._count(finished=request.finish_reason)
+      self._count(finished="error")
     self._forget_idle()
 
   @contextlib.contextmanager

@@ -113,8 +113,7 @@ class Request:
 
   def fail(self, reason: str) -> None:
     """Ends it by no fault or wish of its own, with the text it has."""
-    if not self.finished:
-      self._finish("error", reason)
+    self._finish("error", reason)
 
   def _finish(self, reason: str, stop_reason: int | str | None) -> None:
     self.finish_reason, self.stop_reason = reason, stop_reason

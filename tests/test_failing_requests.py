@@ -46,6 +46,7 @@ SITES = {  # what is made to raise, at which of its calls for the failing reques
   "first token": (engine_module, "first_of", 0, lambda out, top: top == LOGPROBS),
   "tokens": (engine_module, "tokens_of", 1, lambda out, slot, top: top == LOGPROBS),
   "push": (Request, "push", 5, lambda request, new: of_request(request)),
+  "finish": (Scheduler, "finish", 0, lambda _, tenant: of_tenant(tenant)),
   "news": (Group, "news", 1, lambda group: of_request(group.requests[0])),
   "output": (Group, "output", 0, lambda group: of_request(group.requests[0])),
   "snapshot": (Request, "output", 0, of_request),
@@ -145,15 +146,39 @@ def test_failures_are_counted_and_what_they_wrote_is_found_by_nobody(llm, monkey
   assert again.token_ids == cached.token_ids
 
 
+class Feed:
+  """A drafter's feed, of which nothing comes."""
+
+  context = 4
+
+  def __init__(self, params):
+    self.given, self.texts = params, []
+
+  def params(self, ends):
+    return self.given
+
+  def finished(self, prompt_ids, tokens):
+    self.texts.append(tokens)
+
+
+@pytest.mark.parametrize("check", [check_offline, check_serving], ids=["offline", "serving"])
+def test_the_text_that_a_drafter_is_fed(check, llm, expected, monkeypatch):
+  engine = llm.engine
+  feed = Feed(engine._params["draft"])
+  monkeypatch.setattr(engine, "drafter", engine.drafter._replace(feed=feed))
+  raise_at(monkeypatch, Request, "last_tokens", 2, lambda request, count: of_request(request))
+  check(llm, expected)
+  assert len(feed.texts) == len(expected)
+
+
 def test_an_answer_that_is_complete_counts_whatever_happens_afterwards(llm, monkeypatch):
   [expected] = llm.generate("on the one", FAILING)
   before = dict(llm.engine.stats().finished)
-  for name in ("finish", "publish"):
-    with monkeypatch.context() as patch:
-      raise_at(patch, Scheduler, name, 0, lambda _, t: of_tenant(t) and t.request.finished)
-      assert plain(llm.generate("on the one", FAILING)) == plain([expected])
-    assert is_idle(llm)
-  assert dict(llm.engine.stats().finished) == before | {"length": before["length"] + 2}
+  feed = Feed(llm.engine._params["draft"])
+  raise_at(monkeypatch, feed, "finished", 0, lambda *_: True)
+  monkeypatch.setattr(llm.engine, "drafter", llm.engine.drafter._replace(feed=feed))
+  assert plain(llm.generate("on the one", FAILING)) == plain([expected])
+  assert dict(llm.engine.stats().finished) == before | {"length": before["length"] + 1}
 
 
 def test_an_abort_that_raises_harms_nobody(llm, expected, monkeypatch):

@@ -94,6 +94,10 @@ def test_replicas_share_the_requests():
   assert one.traces["step"] == two.traces["step"] == 1
   assert one.device.state.root.devices() != two.device.state.root.devices()
   assert not llm.engine.busy and not llm.engine._home
+  # Without a seed no two of them draw alike.
+  params = SamplingParams(n=4, temperature=1.0, max_tokens=20, ignore_eos=True)
+  outputs = [out for request in llm.generate(PROMPTS[:1] * 2, params) for out in request.outputs]
+  assert len({out.token_ids for out in outputs}) == 8
 
 
 def test_eight_bit_pages_are_split_with_their_scales():
