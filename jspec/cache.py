@@ -73,13 +73,17 @@ def _write_scales(scales: jax.Array, page: jax.Array, offset: jax.Array,
   """scales[P, K, S] with x[R, K] at (page, offset)[R], by whole pages.
 
   XLA for TPU updates pages in place; single columns it writes into a copy of the pool. Rows of
-  one page all write that page, with everybody's columns in it.
+  one page all write that page, with everybody's columns in it. A scale that is not finite stays
+  NaN, in its own column: a product with it would spread to all.
   """
+  x = jnp.where(jnp.isfinite(x), x, -1)  # scales are >= 0
   here = jax.nn.one_hot(offset, scales.shape[2], dtype=x.dtype)  # [R, S]
   together = (page[:, None] == page).astype(x.dtype)
   gathered = lambda a: jnp.einsum("ij,j...->i...", together, a, precision="highest")
   old = scales[jnp.minimum(page, scales.shape[0] - 1)]
-  new = jnp.where(gathered(here)[:, None] > 0, gathered(x[:, :, None] * here[:, None]), old)
+  given = gathered(x[:, :, None] * here[:, None])
+  given = jnp.where(given < 0, jnp.nan, given)
+  new = jnp.where(gathered(here)[:, None] > 0, given, old)
   return scales.at[page].set(new, mode="drop")
 
 

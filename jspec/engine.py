@@ -24,7 +24,7 @@ from jspec.page_table import PageTable
 from jspec.placement import Placement
 from jspec.plan import CostModel, step_costs
 from jspec.request import Request, failure
-from jspec.results import Flight, first_of, stats_of, tokens_of
+from jspec.results import Flight, broken_logits, first_of, stats_of, tokens_of
 from jspec.sampling_params import MAX_LOGPROBS
 from jspec.scheduler import Scheduler, Tenant
 from jspec.slot_request import prompt_chunk, slot_request
@@ -203,12 +203,16 @@ class Engine:
         request.push(new)
       stats = stats_of(out, slot, len(request.tokens) - before)
       request.stats += stats
-      ended = bool(out.finished[slot])
+      ended, failed = bool(out.finished[slot]), bool(out.failed[slot])
     else:
-      request.push(first_of(out, request.params.logprobs))
-      stats, ended = SpeculativeStats(), bool(out.finished)
+      stats, ended, failed = SpeculativeStats(), bool(out.finished), bool(out.failed)
+      if not failed:
+        request.push(first_of(out, request.params.logprobs))
     self._count(len(request.tokens) - before, stats)
-    if not request.finished:
+    if not request.finished:  # a stop string may have come before what failed
+      if failed:
+        self._count(corrupted=1)
+        self.fail(request, broken_logits(len(request.tokens)))
       return
     if not ended:
       self.device.release(slot)
@@ -220,10 +224,10 @@ class Engine:
       self.drafter.feed.finished(request.prompt_ids, request.tokens)
 
   def _count(self, tokens: int = 0, stats: SpeculativeStats | None = None,
-             finished: str | None = None, prompt: int = 0) -> None:
+             finished: str | None = None, prompt: int = 0, corrupted: int = 0) -> None:
     self._totals += EngineStats(
         generation_tokens=tokens, prompt_tokens=prompt, speculation=stats or SpeculativeStats(),
-        finished=() if finished is None else ((finished, 1),))
+        finished=() if finished is None else ((finished, 1),), corrupted_requests=corrupted)
 
   # ----------------------------------------------------- prompts into slots
 

@@ -7,19 +7,41 @@ import jax.numpy as jnp
 
 from jspec import sampling
 from jspec.config import Verification
-from jspec.types import DraftTree, Rows, SpecState, Verdict
+from jspec.types import NO_PARENT, DraftTree, Rows, SpecState, Verdict
 from jspec.verify import verify, verify_block, verify_point_mass
 from jspec.verify_lossy import verify_lossy_synthetic, verify_lossy_typical
 
 
 def judge(logits: jax.Array, draft: DraftTree, mask: jax.Array, rows: Rows, state: SpecState,
-          sampled: bool, rule: Verification) -> Verdict:
-  """Which nodes are accepted, and the token after them.
+          sampled: bool, rule: Verification) -> tuple[Verdict, jax.Array]:
+  """Which nodes are accepted, and the token after them; bool[B]: whether there is none.
+
+  Nothing is accepted below a node whose logits are NaN or infinite; no token follows a path that
+  ends there. Drafts of a law that is NaN count as not made.
 
   Args:
     logits: f32[R, V], of the rows. mask: bool[B, N, N], ancestors or self.
     sampled: whether the draft has q_probs.
   """
+  broken = jnp.take(sampling.broken(logits), rows.of_node, mode="fill", fill_value=False)
+  useless = (mask & broken[:, None]).sum(-1) > broken  # a proper ancestor is broken
+  if draft.q_probs is not None:
+    useless |= (mask & _lawless(draft.token, draft.q_probs)[:, None]).any(-1)
+  draft = draft.replace(parent=jnp.where(useless, NO_PARENT, draft.parent))
+  verdict = _verdict(logits, draft, mask, rows, state, sampled, rule)
+  end = jnp.take_along_axis(verdict.path, verdict.num_accepted[:, None], 1)
+  return verdict, jnp.take_along_axis(broken, end, 1)[:, 0]
+
+
+def _lawless(token: jax.Array, q_probs: jax.Array) -> jax.Array:
+  """bool[B, N]: drafted by NaN logits, of which every probability is NaN."""
+  b, n, v = q_probs.shape
+  q = sampling.pick(q_probs.reshape(b * n, v), token.reshape(-1, 1)).reshape(b, n)
+  return jnp.isnan(q).at[:, 0].set(False)
+
+
+def _verdict(logits: jax.Array, draft: DraftTree, mask: jax.Array, rows: Rows, state: SpecState,
+             sampled: bool, rule: Verification) -> Verdict:
   context = sampling.node_context(draft, rows, mask)
   if not sampled and rule.name == "lossless":
     position = state.length[rows.slot] + context.depth + 1

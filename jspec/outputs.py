@@ -145,6 +145,7 @@ class EngineStats:
   # (reason, requests): "stop", "length", "abort", "error"
   finished: tuple[tuple[str, int], ...] = ()
   speculation: SpeculativeStats = SpeculativeStats()
+  corrupted_requests: int = 0  # ended because their logits were NaN or infinite
 
   @property
   def kv_cache_usage(self) -> float:

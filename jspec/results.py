@@ -48,3 +48,9 @@ def stats_of(out: StepOutput, slot: int, generated: int) -> SpeculativeStats:
   return SpeculativeStats(
       int(out.num_steps[slot]), int(out.num_drafts[slot]), total(drafted), total(accepted),
       generated, tuple(accepted.tolist()), tuple(drafted.tolist()))
+
+
+def broken_logits(num_tokens: int) -> str:
+  """What to say where the token after so many of an answer could not be told."""
+  return (f"the model gave NaN or infinite logits for token {num_tokens + 1} of the answer: its "
+          "weights are damaged, or too large for the precision they are computed in")

@@ -134,6 +134,11 @@ def needs_scores(s: SlotSampling, active: jax.Array) -> jax.Array:
   return (changed & active).any()
 
 
+def broken(logits: jax.Array) -> jax.Array:
+  """bool[R]: rows that tell no law: with a NaN or +inf in them, or nothing above -inf."""
+  return ~((logits < jnp.inf).all(-1) & (logits > -jnp.inf).any(-1))
+
+
 def choose(logits, s: SlotSampling, num_output, active, context: NodeContext, u) -> jax.Array:
   """One draw i32[R] from each row's target distribution; the argmax for greedy rows.
 

@@ -213,18 +213,18 @@ def _advance(params, proposal: DraftTree, draft: DraftTree, keep, num_rows: int,
         feature_layers=drafter.feature_layers)
     logits = model.logits(params["target"], config.model, hidden, config.bitwise)
   with jax.named_scope("verify"):
-    verdict = judge(logits, draft, mask, rows, state, drafter.sampled, config.verification)
+    verdict, broken = judge(logits, draft, mask, rows, state, drafter.sampled, config.verification)
     verdict = verdict.replace(path=verdict.path[:, :drafter.max_depth + 1])
   with jax.named_scope("commit"):
     if not drafter.is_chain:
       pages = cache.commit(pages, state.page_table, state.length, verdict)
     row = tree.along_path(rows.of_node, verdict.path)
-    committed, finished = _cut(draft, verdict, feature, row, state)
+    committed, finished, failed = _cut(draft, verdict, broken, feature, row, state)
     tails = cache.write_tails(
         state.tails, state.page_table, state.length, committed.count, pages.k[0].shape[1],
         jnp.take(hidden, row, axis=0, mode="clip"), committed.feature)
     output = describe(output, logits, config.model.vocab_parts, row, verdict, committed, keep,
-                      finished, state)
+                      finished, failed, state)
   with jax.named_scope("observe"):
     slots = _all_slots(state)
     draft_state = drafter.observe(params["draft"], state.draft, slots, committed)
@@ -234,24 +234,26 @@ def _advance(params, proposal: DraftTree, draft: DraftTree, keep, num_rows: int,
   return state, output
 
 
-def _cut(draft: DraftTree, verdict: Verdict, feature, row, state: SpecState):
-  """The accepted run up to its first stop token or the request's limit, and who finished.
+def _cut(draft: DraftTree, verdict: Verdict, broken, feature, row, state: SpecState):
+  """The accepted run up to its first stop token or the request's limit; who finished, and failed.
 
-  row: i32[B, D + 1], of the nodes on the path.
+  broken: bool[B], there is no bonus token. row: i32[B, D + 1], of the nodes on the path.
   """
   token = tree.along_path(draft.token, verdict.path)
   step = jnp.arange(token.shape[1])
   next_token = jnp.where(step == verdict.num_accepted[:, None], verdict.bonus[:, None],
                          jnp.roll(token, -1, 1))
-  count = verdict.num_accepted + 1
+  count = verdict.num_accepted + 1 - broken
   flags = sampling.pick(state.sampling.token_flags, next_token)
   stops = (flags & sampling.STOPS > 0) & (step < count[:, None])
   upto = jnp.where(stops.any(1), jnp.argmax(stops, 1) + 1, count)
   count = jnp.where(state.active, jnp.minimum(upto, state.limit - state.num_output), 0)
-  finished = (stops & (step < count[:, None])).any(1) | (
+  failed = broken & ~stops.any(1)
+  finished = failed | (stops & (step < count[:, None])).any(1) | (
       state.num_output + count >= state.limit)
   feature = jnp.take(feature, row, axis=0, mode="clip").astype(jnp.float32)
-  return Committed(token, next_token, feature, count), finished & state.active
+  return (Committed(token, next_token, feature, count), finished & state.active,
+          failed & state.active)
 
 
 def _update(state: SpecState, proposal: DraftTree, draft: DraftTree, verdict: Verdict,
@@ -275,7 +277,8 @@ def _emit_first(params, state: SpecState, slot, count, hidden, config: StepConfi
   zero = jnp.zeros(1, jnp.int32)
   context = sampling.NodeContext(slot[None], jnp.zeros((1, 0), jnp.int32), zero)
   this = jnp.arange(state.root.shape[0]) == slot
-  root = sampling.choose(logits, s, state.num_output, this, context, u)
+  failed = sampling.broken(logits)[0]
+  root = jnp.where(failed, 0, sampling.choose(logits, s, state.num_output, this, context, u))
   first = _no_token(root[0], config.max_logprobs)
 
   def with_logprobs(first):
@@ -286,14 +289,14 @@ def _emit_first(params, state: SpecState, slot, count, hidden, config: StepConfi
 
   first = run_if(s.logprobs[slot], with_logprobs, first)
   stops = sampling.pick(s.token_flags[slot][None], root[None])[0, 0] & sampling.STOPS > 0
-  finished = stops | (state.limit[slot] <= 1)
+  finished = stops | (state.limit[slot] <= 1) | failed
   return state.replace(
       root=state.root.at[slot].set(root[0]), num_output=state.num_output.at[slot].set(1),
       active=state.active.at[slot].set(~finished),
       sampling=sampling.record(s, jnp.where(this, root[0], 0)[:, None], this.astype(jnp.int32))
-  ), first.replace(finished=finished)
+  ), first.replace(finished=finished, failed=failed)
 
 
 def _no_token(token: jax.Array, num_top: int) -> FirstToken:
   return FirstToken(token, jnp.float32(0), jnp.zeros(num_top, jnp.int32),
-                    jnp.zeros(num_top), jnp.int32(0), jnp.bool_(False))
+                    jnp.zeros(num_top), jnp.int32(0), jnp.bool_(False), jnp.bool_(False))

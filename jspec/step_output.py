@@ -19,12 +19,13 @@ def empty_output(state: SpecState, size: int, drafter: Drafter, num_top: int,
       tokens=zeros(size) + PAD_TOKEN, num_tokens=zeros(), logprob=zeros(size, dtype=jnp.float32),
       top_token=zeros(size, num_top), top_logprob=zeros(size, num_top, dtype=jnp.float32),
       rank=zeros(size), drafted=zeros(size, dtype=bool), finished=zeros(dtype=bool),
-      num_steps=zeros(), num_drafts=zeros(), drafted_at=zeros(drafter.num_nodes),
-      accepted_at=zeros(drafter.max_depth + 1), ran=jnp.zeros(num_widths, jnp.int32))
+      failed=zeros(dtype=bool), num_steps=zeros(), num_drafts=zeros(),
+      drafted_at=zeros(drafter.num_nodes), accepted_at=zeros(drafter.max_depth + 1),
+      ran=jnp.zeros(num_widths, jnp.int32))
 
 
 def describe(output: StepOutput, logits, vocab_parts: int, row, verdict: Verdict,
-             committed: Committed, keep, finished, state: SpecState) -> StepOutput:
+             committed: Committed, keep, finished, failed, state: SpecState) -> StepOutput:
   """Fills the step's output, wide enough for the deepest tree, from one width's results."""
   b, num_emitted = committed.next_token.shape
   count, step = committed.count, jnp.arange(num_emitted)
@@ -49,7 +50,7 @@ def describe(output: StepOutput, logits, vocab_parts: int, row, verdict: Verdict
   return output.replace(
       tokens=put(output.tokens, jnp.where(real, committed.next_token, PAD_TOKEN)),
       num_tokens=count, drafted=put(output.drafted, step < accepted[:, None]),
-      finished=finished, num_steps=state.active.astype(jnp.int32),
+      finished=finished, failed=failed, num_steps=state.active.astype(jnp.int32),
       num_drafts=drafted.astype(jnp.int32),
       drafted_at=histogram(num_drafted, output.drafted_at.shape[1], state.active),
       accepted_at=histogram(accepted, output.accepted_at.shape[1], drafted))
@@ -68,5 +69,5 @@ def append(total: StepOutput, new: StepOutput) -> StepOutput:
     if name in per_token:
       fields[name] = old.at[slot, at].set(value, mode="drop")
     else:
-      fields[name] = old | value if name == "finished" else old + value
+      fields[name] = old | value if name in ("finished", "failed") else old + value
   return StepOutput(**fields)

@@ -137,7 +137,8 @@ class StepOutput(flax.struct.PyTreeNode):
   top_logprob: jax.Array  # f32[B, T, X]
   rank: jax.Array  # i32[B, T], of each token among the raw logits, 1 is the most likely
   drafted: jax.Array  # bool[B, T], whether the drafter had proposed each token
-  finished: jax.Array  # bool[B], stopped by a token or its limit during these steps
+  finished: jax.Array  # bool[B], stopped during these steps: by a token, its limit, or a failure
+  failed: jax.Array  # bool[B], the logits of the token that should come next are NaN or infinite
   num_steps: jax.Array  # i32[B], target forward passes each slot took part in
   num_drafts: jax.Array  # i32[B], of those, the ones with a draft
   drafted_at: jax.Array  # i32[B, N], steps by number of draft tokens verified
@@ -154,6 +155,7 @@ class FirstToken(flax.struct.PyTreeNode):
   top_logprob: jax.Array  # f32[X]
   rank: jax.Array  # i32[]
   finished: jax.Array  # bool[]
+  failed: jax.Array  # bool[], there is no token
 
 
 class SlotRequest(flax.struct.PyTreeNode):

@@ -101,6 +101,7 @@ class Stats:
   generation_tokens: int
   finished: dict[str, int]
   speculation: Speculation
+  corrupted_requests: int
 
 
 def sampling_message(params: Params) -> pb.SamplingParams:

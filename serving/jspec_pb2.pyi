@@ -255,7 +255,7 @@ class StatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatsReply(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "num_pages", "num_free_pages", "prefix_queries", "prefix_hits", "num_preemptions", "prompt_tokens", "generation_tokens", "finished", "speculation")
+    __slots__ = ("num_running", "num_waiting", "num_pages", "num_free_pages", "prefix_queries", "prefix_hits", "num_preemptions", "prompt_tokens", "generation_tokens", "finished", "speculation", "corrupted_requests")
     class FinishedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -274,6 +274,7 @@ class StatsReply(_message.Message):
     GENERATION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
+    CORRUPTED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     num_pages: int
@@ -285,4 +286,5 @@ class StatsReply(_message.Message):
     generation_tokens: int
     finished: _containers.ScalarMap[str, int]
     speculation: Speculation
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_pages: _Optional[int] = ..., num_free_pages: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generation_tokens: _Optional[int] = ..., finished: _Optional[_Mapping[str, int]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ...) -> None: ...
+    corrupted_requests: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_pages: _Optional[int] = ..., num_free_pages: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generation_tokens: _Optional[int] = ..., finished: _Optional[_Mapping[str, int]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., corrupted_requests: _Optional[int] = ...) -> None: ...

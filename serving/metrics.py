@@ -43,6 +43,8 @@ COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
   ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda s: s.prefix_hits),
   ("num_preemptions", "Requests that lost their pages and were computed anew.",
    lambda s: s.num_preemptions),
+  ("corrupted_requests", "Requests that ended because their logits were NaN or infinite.",
+   lambda s: s.corrupted_requests),
   ("spec_decode_num_drafts", "Steps that verified draft tokens, over all slots.",
    lambda s: s.speculation.num_drafts),
   ("spec_decode_num_draft_tokens", "Draft tokens verified.",

@@ -128,6 +128,23 @@ def test_the_target_drafting_for_itself_is_always_accepted(name):
   assert all((out.num_tokens == depth + 1).all() for out in outputs)
 
 
+@pytest.mark.parametrize("name", tiny.quick_cases())
+def test_a_slot_whose_cache_holds_a_nan_fails_alone(name):
+  """The others emit what they emit beside a sound one; half of them draw."""
+  rig, slot = tiny.rig(name, B), 5
+  state = tiny.start(rig, tiny.random_prompts(B),
+                     sampling=tiny.sampling_for(B, temperature=np.arange(B) % 2 * 0.9))
+  page = state.page_table[slot, 0]
+  ill = state.replace(pages=jax.tree.map(lambda x: x.at[page, 0].set(jnp.nan), state.pages))
+  (_, sound), (ill, out) = (rig.step(rig.params, tiny.copy(s)) for s in (state, ill))
+  others = np.arange(B) != slot
+  np.testing.assert_array_equal(out.failed, ~others)
+  np.testing.assert_array_equal(out.tokens[others], sound.tokens[others])
+  assert out.finished[slot] and out.num_tokens[slot] == 0 and not ill.active[slot]
+  assert not sound.failed.any() and (out.tokens[slot] == -1).all()
+  assert len(rig.traces) == 1
+
+
 def test_multi_step_is_as_many_steps(name="ngram"):
   rig, prompts = tiny.rig(name, B), tiny.random_prompts(B)
   run, traces = tiny.compiled(step.make_multi_step(rig.config, rig.drafter, 8), 1)

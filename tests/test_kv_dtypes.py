@@ -41,6 +41,21 @@ def test_commit_moves_scales_with_their_values():
   np.testing.assert_array_equal(new.k[0][0], values[0])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_stays_where_it_is_written(value, dtype):
+  """Neither in other pages, nor in other columns of its own page."""
+  pages, scales = jnp.zeros((3, 4, 2), jnp.dtype(dtype)), jnp.full((3, 1, 4), 7.0)
+  x = jnp.array([[1.0, 2.0], [value, 3.0], [5.0, 6.0]])
+  page, offset = jnp.array([0, 2, 2]), jnp.array([1, 0, 3])
+  values, scales = jax.tree.map(np.array, cache.write(pages, scales, page, offset, x))
+  back = values.astype(np.float32) * scales[:, 0, :, None]
+  assert not np.isfinite(back[2, 0, 0])
+  np.testing.assert_allclose(back[(0, 2), (1, 3)], [[1, 2], [5, 6]], rtol=0.1)
+  np.testing.assert_array_equal(scales[1], 7)
+  np.testing.assert_array_equal(scales[[0, 0, 0, 2, 2], 0, [0, 2, 3, 1, 2]], 7)
+
+
 @pytest.mark.parametrize("method, dtype", [
     ("ngram", "int8"), ("draft_model", "int8"), ("ngram", "fp8"),
     pytest.param("ngram", "fp8_e5m2", marks=pytest.mark.slow)])

@@ -34,7 +34,7 @@ VLLM = {
   "vllm:kv_cache_usage_perc": ("gauge", ()),
   "vllm:prefix_cache_queries": ("counter", ()),
   "vllm:prefix_cache_hits": ("counter", ()),
-  "vllm:num_preemptions": ("counter", ()),
+  "vllm:num_preemptions": ("counter", ()), "vllm:corrupted_requests": ("counter", ()),
   "vllm:prompt_tokens": ("counter", ()),
   "vllm:generation_tokens": ("counter", ()),
   "vllm:request_success": ("counter", ("finished_reason",)),
