@@ -312,9 +312,7 @@ class Engine:
 
   def _reach(self, tenant: Tenant, num_steps: int) -> int:
     """Tokens that may be committed after so many steps more."""
-    request = tenant.request
-    most = tenant.committed + tenant.in_flight + num_steps * (self.drafter.max_depth + 1)
-    return min(most, len(request.prompt_ids) + request.limit)
+    return tenant.reach(num_steps * (self.drafter.max_depth + 1))
 
   def _preempt(self, tenant: Tenant) -> None:
     with self._blaming(tenant.request):

@@ -33,6 +33,11 @@ class Tenant:
     request = self.request
     return len(request.prompt_ids) + max(0, len(request.tokens) - 1)
 
+  def reach(self, more: int) -> int:
+    """Tokens that may be committed once what is in flight has landed, and so many more."""
+    most = len(self.request.prompt_ids) + self.request.limit
+    return min(self.committed + self.in_flight + more, most)
+
 
 class Scheduler:
   """By priority, then first come, first served.
