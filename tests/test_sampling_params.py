@@ -22,7 +22,7 @@ BAD = [  # field, value, the allowed range as the message has it
   ("temperature", -0.1, ">= 0"), ("temperature", 1e39, "<= 1e+18"),
   ("top_p", 0, "> 0 and <= 1"), ("top_p", 1.01, "> 0 and <= 1"),
   ("min_p", -0.01, ">= 0 and <= 1"), ("min_p", 1.5, ">= 0 and <= 1"),
-  ("repetition_penalty", 0, ">= 1e-18"), ("repetition_penalty", -1.0, ">= 1e-30"),
+  ("repetition_penalty", 0, ">= 1e-18"), ("repetition_penalty", -1.0, ">= 1e-18"),
   *((f"{name}_penalty", value, ">= -2 and <= 2") for name in ("presence", "frequency")
     for value in (-2.1, 2.1)),
   ("stop", ["a", ""], "non-empty strings"), ("stop", [1], "non-empty strings"), ("stop", 1, "list"),
