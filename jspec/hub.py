@@ -14,7 +14,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ import numpy as np
 from jspec import shipped
 from jspec.config import ModelConfig
 from jspec.hf_config import hf_config_from_model, model_config_from_hf
+from jspec.sampling_params import SamplingParams
 from jspec.tokenizer import Tokenizer, gguf_tokenizer, load_tokenizer
 from jspec.weights import (
   Params,
@@ -38,6 +40,7 @@ _REPO_FILES = ["config.json", "generation_config.json", "*.safetensors",
                "model.safetensors.index.json", "tokenizer*", "special_tokens_map.json",
                "chat_template.jinja", "vocab.json", "merges.txt", "added_tokens.json"]
 _TORCH_FILES = ["config.json", "pytorch_model*.bin", "*.pt"]  # of heads without safetensors
+_GENERATION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _STAMP = "jspec.json"  # written last: a folder without it is not finished
 _STAMP_FORMAT = 1
 _SAMPLE_BYTES, _SAMPLES = 65536, 16
@@ -99,6 +102,7 @@ class LoadedModel(NamedTuple):
   params: Params
   tokenizer: Tokenizer
   name: str
+  generation_defaults: Mapping[str, float | int] = MappingProxyType({})  # of SamplingParams
 
 
 class ModelRow(NamedTuple):
@@ -127,7 +131,22 @@ def load_model(name: str | pathlib.Path, dtype: str = "float32",
   config = model_config_from_hf(read_config(files.path))
   held, place = placer(config) if placer else (config, None)
   params = load_params(files.path, config, dtype, progress, place)
-  return LoadedModel(held, params, load_tokenizer(files.path), files.name)
+  return LoadedModel(held, params, load_tokenizer(files.path), files.name,
+                     generation_defaults(files.path))
+
+
+def generation_defaults(folder: pathlib.Path) -> dict[str, float | int]:
+  """The sampling parameters of a folder's generation_config.json, those that vLLM heeds."""
+  file = folder / "generation_config.json"
+  if not file.is_file():
+    return {}
+  try:
+    config = json.loads(file.read_text(encoding="utf-8"))
+    found = {name: config[name] for name in _GENERATION if config.get(name) is not None}
+    SamplingParams(**found)
+  except (AttributeError, ValueError) as error:
+    raise ValueError(f"{file} is damaged: {error}") from None
+  return found
 
 
 def read_config(folder: pathlib.Path) -> dict[str, Any]:

@@ -232,6 +232,12 @@ class LLM:
       for what in bar:
         bar.set_postfix_str(what)
 
+  def get_default_sampling_params(self) -> SamplingParams:
+    """Those of the model's generation_config.json, which a server applies and `generate` does not.
+    """
+    defaults: dict[str, Any] = dict(self.loaded.generation_defaults)
+    return SamplingParams(**defaults)
+
   @property
   def max_num_seqs(self) -> int:
     """Requests that run side by side."""

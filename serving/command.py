@@ -145,6 +145,10 @@ def _add_doors(group: Any) -> None:
 
 
 def _add_requests(group: Any) -> None:
+  group.add_argument("--generation-config", choices=("auto", "none", "vllm"), default="auto",
+                     help="sampling parameters that a request leaves out are those of the model's "
+                     "generation_config.json (auto, the default), or neutral (none; vllm is the "
+                     "same)")
   group.add_argument("--chat-template", type=pathlib.Path, metavar="FILE",
                      help="in Jinja, in place of the model's own")
   group.add_argument("--plain-message-content", action=argparse.BooleanOptionalAction, default=True,
@@ -182,7 +186,8 @@ def run_serve(arguments: argparse.Namespace) -> int:
       drain_timeout=arguments.drain_timeout, policy=service.Policy(
           strict=arguments.strict, chat_template=template,
           plain_message_content=arguments.plain_message_content,
-          show_cached_tokens=arguments.enable_prompt_tokens_details))
+          show_cached_tokens=arguments.enable_prompt_tokens_details),
+      generation_config=arguments.generation_config == "auto")
   level = logging.getLevelName(arguments.log_level.upper())
   logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr,
                       level=max(level, logging.WARNING))

@@ -31,8 +31,12 @@ MAX_STOPS = 64  # strings, each of which is looked for after every token
 MAX_NAME = 200  # characters of what a client calls its request
 COMPLETION_TOKENS = 16  # OpenAI's default for completions; chat has none
 
-_OWN = ("max_tokens", "logprobs", "prompt_logprobs", "seed")  # not passed on just as they come
-_SAME = [f.name for f in dataclasses.fields(SamplingParams) if f.name not in _OWN]
+_KNOWN = frozenset(f.name for f in dataclasses.fields(SamplingParams))
+_SAME = (  # fields that are passed on as they come
+  "n", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
+  "frequency_penalty", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens", "stop",
+  "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "num_speculative_tokens",
+  "skip_special_tokens", "truncate_prompt_tokens")
 
 Prompt = str | list[int]
 
@@ -114,8 +118,11 @@ class Sampling(Fields):
   def sampling_params(self, defaults: Mapping[str, Any], **own: Any) -> SamplingParams:
     """SamplingParams of the fields, of `own` ones, which go first, and of the server's defaults."""
     given = {name: value for name in _SAME if (value := getattr(self, name, None)) is not None}
+    asked = {**defaults, **given, "seed": any_seed(self.seed), **own}
+    if unknown := sorted(asked.keys() - _KNOWN):
+      raise Refused(f"{unknown[0]} is not supported", unknown[0])
     try:
-      return SamplingParams(**{**defaults, **given, "seed": any_seed(self.seed), **own})
+      return SamplingParams(**asked)
     except (ValueError, OverflowError) as error:
       raise refusal(ValueError(*error.args)) from None
 

@@ -66,7 +66,7 @@ class Message(Fields):
   reasoning_content: Text | None = None
   reasoning: Text | None = None
   # Labels. Clients also send the fields of answers back as they came.
-  type: Literal["message"] | None = None
+  type: str | None = None  # lm-evaluation-harness says "text"
   id: str | None = None
   status: str | None = None
   cache_control: Any = None

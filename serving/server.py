@@ -22,7 +22,7 @@ from typing import Any, NoReturn, Protocol
 from jspec import LLM, AsyncLLM, EngineDead, EngineStats
 from serving import grpc_server, http_server
 from serving.metrics import Metrics
-from serving.service import Policy, Service
+from serving.service import Policy, Service, model_defaults
 
 LOG = logging.getLogger(__name__)
 STATISTICS_EVERY = 10.0  # seconds
@@ -32,7 +32,11 @@ PATIENCE = 10.0  # seconds for clients to read their last answer
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-  """What a server is told beside its engine."""
+  """What a server is told beside its engine.
+
+  Args:
+    generation_config: requests' defaults are those of the model.
+  """
 
   model_name: str
   http: http_server.Options | None  # None: this door stays shut
@@ -41,6 +45,7 @@ class Settings:
   steps_per_turn: int = 1
   drain_timeout: float = 30.0  # seconds
   policy: Policy = Policy()
+  generation_config: bool = True
 
 
 class Door(Protocol):
@@ -104,8 +109,11 @@ def hold_port(host: str, port: int) -> socket.socket:
 async def _serve(llm: LLM, settings: Settings, held: dict[str, socket.socket]) -> int:
   stop = on_signal()
   engine = AsyncLLM(llm, max_waiting=settings.max_queue, steps_per_turn=settings.steps_per_turn)
-  service = Service(engine, settings.model_name, Metrics(engine, settings.model_name),
-                    settings.policy)
+  policy = settings.policy
+  if settings.generation_config and llm.loaded.generation_defaults:
+    policy = dataclasses.replace(policy, defaults=model_defaults(llm.get_default_sampling_params()))
+    LOG.info("sampling defaults of the model %s", fields(**policy.defaults))
+  service = Service(engine, settings.model_name, Metrics(engine, settings.model_name), policy)
   statistics = asyncio.create_task(_report(engine))
   try:
     doors = await _open(service, settings, held)

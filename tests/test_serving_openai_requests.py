@@ -222,7 +222,7 @@ def test_parts_of_a_message_are_its_lines_and_a_developer_is_the_system():
 def test_what_clients_add_to_messages_is_taken_and_what_templates_know_is_passed_on():
   """Also by a strict server: these are fields of OpenAI's, vLLM's and other servers' messages."""
   request = parse(ChatRequest, True, messages=[
-      {"role": "user", "content": "a", "name": "Al", "type": "message", "id": "msg_1",
+      {"role": "user", "content": "a", "name": "Al", "type": "text", "id": "msg_1",
        "status": "completed", "cache_control": {"type": "ephemeral"}},
       {"role": "assistant", "content": "b", "reasoning_content": "c"},
       {"role": "assistant", "content": "b", "reasoning": "d"}, *CALLED[1:]])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import copy
 import dataclasses
+import json
 from collections.abc import Iterator
 
 import httpx
@@ -13,6 +16,7 @@ from served import serve
 from tiny_llm import tiny_llm
 
 from jspec import AsyncLLM, cli
+from jspec.hub import generation_defaults
 from serving import http_server, server
 from serving.client import AsyncClient
 from serving.http_front import Cors
@@ -49,11 +53,13 @@ def test_flags_reach_the_policy_and_the_door(monkeypatch, tmp_path):
   template.write_text("{{ messages[0].content }}")
   assert cli.main(["serve"]) == 0
   assert cli.main([
-      "serve", "--strict", "--chat-template", str(template), "--no-plain-message-content",
+      "serve", "--generation-config", "none", "--strict", "--chat-template", str(template),
+      "--no-plain-message-content",
       "--enable-prompt-tokens-details", "--allowed-origins", '["https://a", "https://b"]',
       "--allow-credentials", "--allowed-methods", '["POST"]', "--allowed-headers", "x-a"]) == 0
   usual, told = found
-  assert usual.policy == Policy() and usual.http.cors == Cors()
+  assert usual.policy == Policy() and usual.http.cors == Cors() and usual.generation_config
+  assert not told.generation_config
   assert told.policy == Policy(strict=True, chat_template="{{ messages[0].content }}",
                                plain_message_content=False, show_cached_tokens=True)
   assert told.http.cors == Cors(("https://a", "https://b"), True, ("POST",), ("x-a",))
@@ -123,6 +129,43 @@ def test_the_models_defaults_apply_to_what_a_client_leaves_out(door):
   with policy(door, defaults={"top_k": 1}):
     assert texts() == texts(seed=1) == greedy
     assert len({*texts(seed=1, top_k=0)}) > 1
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_server_applies_its_models_generation_config(monkeypatch, wanted):
+  """As far as the policy that the doors are given."""
+  llm = copy.copy(tiny_llm("ngram"))
+  llm.loaded = llm.loaded._replace(generation_defaults={"temperature": 0.6, "top_k": 20})
+  seen = []
+
+  async def opened(service, *_):
+    seen.append(service.policy)
+    raise ValueError("enough")
+
+  monkeypatch.setattr(server, "_open", opened)
+  settings = server.Settings("m", None, None, policy=Policy(strict=True), generation_config=wanted)
+  with pytest.raises(ValueError, match="enough"):
+    asyncio.run(server._serve(llm, settings, {}))
+  told = {"temperature": 0.6, "top_k": 20, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+  assert seen == [Policy(strict=True, defaults=told if wanted else {})]
+
+
+@pytest.mark.parametrize("content, found", [
+  ({}, {}), ({"temperature": None, "eos_token_id": 1}, {}),
+  ({"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.05,
+    "do_sample": True, "max_new_tokens": 9},
+   {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.05})])
+def test_what_a_generation_config_says_of_sampling(tmp_path, content, found):
+  (tmp_path / "generation_config.json").write_text(json.dumps(content))
+  assert generation_defaults(tmp_path) == found
+  assert generation_defaults(tmp_path / "none") == {}
+
+
+@pytest.mark.parametrize("content", ["[]", "{", '{"temperature": "hot"}', '{"top_p": 2}'])
+def test_a_damaged_generation_config_is_named(tmp_path, content):
+  (tmp_path / "generation_config.json").write_text(content)
+  with pytest.raises(ValueError, match="generation_config.json is damaged: "):
+    generation_defaults(tmp_path)
 
 
 # ------------------------------------------------------------------------------ paths and browsers
