@@ -6,6 +6,8 @@ import dataclasses
 import functools
 import math
 
+from jspec.checks import check_flag, check_int, check_number
+
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 DTYPES = ("float32", "bfloat16")
 NUMERICS = ("fast", "bitwise")
@@ -18,6 +20,8 @@ KV_DTYPES = {  # kv_cache_dtype, in vLLM's spelling -> array dtype; "auto" is th
   "fp8_e5m2": "float8_e5m2",
 }
 VERIFICATIONS = ("lossless", "block", "lossy_typical", "lossy_synthetic")
+MAX_SIZE, MAX_LAYERS = 2**31 - 1, 10_000  # of a model: anything beyond is a damaged file
+MAX_REAL = 1e30
 CHUNK_COST = 24  # rows whose arithmetic takes as long as one more pass over the weights
 
 
@@ -34,8 +38,12 @@ class RopeScaling:
   def __post_init__(self):
     if self.kind not in ("llama3", "linear"):
       raise ValueError(f"rope scaling {self.kind!r} is not supported; use 'llama3' or 'linear'")
-    if not self.factor > 0:
-      raise ValueError(f"rope scaling factor must be > 0, got {self.factor}")
+    for name in ("factor", "low_freq_factor", "high_freq_factor"):
+      check_number(f"rope scaling {name}", getattr(self, name), 0, MAX_REAL, above=True)
+    check_int("rope scaling original_max_positions", self.original_max_positions, 1, MAX_SIZE)
+    if self.kind == "llama3" and self.low_freq_factor >= self.high_freq_factor:
+      raise ValueError(f"rope scaling low_freq_factor={self.low_freq_factor} must be less than "
+                       f"high_freq_factor={self.high_freq_factor}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +84,18 @@ class ModelConfig:
   def __post_init__(self):
     for name in ("vocab_size", "width", "num_layers", "num_heads", "num_kv_heads", "head_dim",
                  "mlp_dim", "max_positions"):
-      if getattr(self, name) < 1:
-        raise ValueError(f"model config: {name} must be >= 1, got {getattr(self, name)}")
+      check_int(f"model config: {name}", getattr(self, name), 1,
+                MAX_LAYERS if name == "num_layers" else MAX_SIZE)
+    for name in ("gated_mlp", "qkv_bias", "out_bias", "mlp_bias", "qk_norm", "post_norms",
+                 "learned_positions", "tie_embeddings"):
+      check_flag(f"model config: {name}", getattr(self, name))
+    for name in ("norm_eps", "embed_scale", "rope_theta", "rope_theta_local", "attn_scale",
+                 "attn_soft_cap", "final_soft_cap"):
+      if getattr(self, name) is not None:
+        check_number(f"model config: {name}", getattr(self, name), 0, MAX_REAL,
+                     above=name != "norm_eps")
+    if self.window is not None:
+      check_int("model config: window", self.window, 1, MAX_SIZE)
     if self.num_heads % self.num_kv_heads:
       raise ValueError(f"model config: num_kv_heads={self.num_kv_heads} must divide "
                        f"num_heads={self.num_heads}")

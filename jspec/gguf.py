@@ -15,6 +15,7 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from gguf.quants import dequantize
 
+from jspec.checks import check_int, refuse_placeholder
 from jspec.config import ModelConfig
 from jspec.hf_config import model_config_from_gguf
 from jspec.weights import (
@@ -31,6 +32,7 @@ SUPPORTED_QUANTISATIONS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K",
                            "Q6_K")
 _PLAIN_DTYPES = {"F32": np.float32, "F16": np.float16}
 _ROWS_AT_ONCE = 8192  # dequantising makes several temporaries: bound them
+_MAX_AXES, _MAX_ALIGNMENT = 8, 2**20
 _ROPE_FREQS = "rope_freqs.weight"
 
 _LAYER_NAMES = {"attn_norm": "attn_norm", "mlp_norm": "ffn_norm", "q": "attn_q", "k": "attn_k",
@@ -84,6 +86,8 @@ class _Cursor:
     if kind != GGUFValueType.ARRAY:
       return self.unpack(_SCALARS[kind])
     item, count = GGUFValueType(self.unpack("I")), self.unpack("Q")
+    if item == GGUFValueType.ARRAY:
+      raise ValueError("arrays of arrays are not supported")
     if item in _SCALARS:
       dtype = np.dtype(_SCALARS[item]).newbyteorder("<")
       return np.frombuffer(self.take(count * dtype.itemsize), dtype).tolist()
@@ -96,7 +100,10 @@ def read_gguf(path: str | pathlib.Path) -> GGUFFile:
   if not path.is_file():
     raise WeightsError(f"{path}: no such file")
   size = path.stat().st_size
-  if size < 24 or path.open("rb").read(4) != b"GGUF":
+  with open(path, "rb") as stream:
+    start = stream.read(64)
+  refuse_placeholder(path, start)
+  if size < 24 or not start.startswith(b"GGUF"):
     raise WeightsError(f"{path} is not a GGUF file")
   cursor = _Cursor(path, np.memmap(path, np.uint8, "r"))
   cursor.take(4)
@@ -112,11 +119,16 @@ def read_gguf(path: str | pathlib.Path) -> GGUFFile:
     raise error if isinstance(error, WeightsError) else WeightsError(
       f"{path}: the GGUF metadata is damaged: {error}") from None
   entries = [_tensor_entry(cursor) for _ in range(tensor_count)]
-  alignment = metadata.get("general.alignment", 32)
-  start = -(-cursor.offset // alignment) * alignment
+  alignment = check_int(f"{path}: general.alignment", metadata.get("general.alignment", 32), 1,
+                        _MAX_ALIGNMENT)
+  data = -(-cursor.offset // alignment) * alignment
   tensors = {}
   for name, kind, shape, offset in entries:
-    tensors[name] = tensor = GGUFTensor(_known_kind(path, name, kind), shape, start + offset)
+    tensors[name] = tensor = GGUFTensor(_known_kind(path, name, kind), shape, data + offset)
+    block = GGML_QUANT_SIZES[tensor.kind][0]
+    if not shape or shape[-1] % block:
+      raise WeightsError(f"{path}: tensor {name} has shape {shape}, {tensor.kind.name} needs rows "
+                         f"of a multiple of {block} numbers")
     if tensor.offset + _num_bytes(tensor) > size:
       raise WeightsError(f"{path} is truncated: tensor {name} ends at byte "
                          f"{tensor.offset + _num_bytes(tensor)}, the file at {size}")
@@ -125,6 +137,9 @@ def read_gguf(path: str | pathlib.Path) -> GGUFFile:
 
 def _tensor_entry(cursor: _Cursor) -> tuple[str, int, tuple[int, ...], int]:
   name, num_axes = cursor.text(), cursor.unpack("I")
+  if num_axes > _MAX_AXES:
+    raise WeightsError(f"{cursor.path}: tensor {name} has {num_axes} axes, at most {_MAX_AXES} are "
+                       "supported")
   shape = tuple(cursor.unpack("Q") for _ in range(num_axes))[::-1]
   return name, cursor.unpack("I"), shape, cursor.unpack("Q")
 
@@ -145,6 +160,8 @@ def _num_bytes(tensor: GGUFTensor) -> int:
 def read_tensor(file: GGUFFile, name: str) -> np.ndarray:
   """One tensor, dequantised to float32."""
   tensor = file.tensors[name]
+  if 0 in tensor.shape:
+    return np.zeros(tensor.shape, np.float32)
   if tensor.kind.name in _PLAIN_DTYPES:
     dtype = np.dtype(_PLAIN_DTYPES[tensor.kind.name]).newbyteorder("<")
     return np.asarray(np.memmap(file.path, dtype, "r", tensor.offset, tensor.shape), np.float32)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from jspec.config import ModelConfig
+from jspec.checks import check_int, check_number
+from jspec.config import MAX_LAYERS, MAX_REAL, MAX_SIZE, ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +29,10 @@ class MedusaConfig:
   logit_scale: float = 1.0
 
   def __post_init__(self):
-    _check_sizes(self, "width", "vocab_size", "num_heads", "num_layers")
+    _check_sizes(self, "width", "vocab_size")
+    for name in ("num_heads", "num_layers"):
+      check_int(f"head config: {name}", getattr(self, name), 1, MAX_LAYERS)
+    check_number("head config: logit_scale", self.logit_scale, -MAX_REAL, MAX_REAL)
     _check_draft_vocab(self)
 
   method = "medusa"
@@ -56,7 +60,10 @@ class MlpSpeculatorConfig:
   n_candidates: int = 5  # as the checkpoint suggests
 
   def __post_init__(self):
-    _check_sizes(self, "width", "vocab_size", "n_predict", "inner_dim", "n_candidates")
+    _check_sizes(self, "width", "vocab_size", "inner_dim", "n_candidates")
+    check_int("head config: n_predict", self.n_predict, 1, MAX_LAYERS)
+    for number in self.top_k_tokens_per_head:
+      check_int("head config: each of top_k_tokens_per_head", number, 1, MAX_SIZE)
     if self.top_k_tokens_per_head and len(self.top_k_tokens_per_head) != self.n_predict:
       raise ValueError(f"head config: top_k_tokens_per_head={self.top_k_tokens_per_head} must have "
                        f"n_predict={self.n_predict} numbers")
@@ -131,11 +138,11 @@ HeadConfig = MedusaConfig | MlpSpeculatorConfig | EagleConfig
 
 def _check_sizes(config, *names: str) -> None:
   for name in names:
-    if getattr(config, name) < 1:
-      raise ValueError(f"head config: {name} must be >= 1, got {getattr(config, name)}")
+    check_int(f"head config: {name}", getattr(config, name), 1, MAX_SIZE)
 
 
 def _check_draft_vocab(config) -> None:
-  if not 0 <= config.draft_vocab_size <= config.vocab_size:
+  check_int("head config: draft_vocab_size", config.draft_vocab_size, 0, MAX_SIZE)
+  if config.draft_vocab_size > config.vocab_size:
     raise ValueError(f"head config: draft_vocab_size={config.draft_vocab_size} must lie in "
                      f"0..vocab_size={config.vocab_size}")

@@ -11,9 +11,10 @@ import ml_dtypes
 import numpy as np
 import safetensors
 
+from jspec.checks import refuse_placeholder
 from jspec.hub import read_config
 from jspec.torch_file import StoredTensor, read_torch_file
-from jspec.weights import WeightsError, safetensors_files
+from jspec.weights import Shard, WeightsError, indexed_shards, join_shards, safetensors_shards
 
 METHODS = ("medusa", "mlp_speculator", "eagle", "eagle3")
 SCALE_ENDING = "_scale"  # of an int8 tensor i8[out, in]: f32[out], what each row is multiplied by
@@ -54,10 +55,7 @@ def read_head_files(path: pathlib.Path) -> HeadFiles:
   """The headers of a head's folder, or of one file and the config.json beside it."""
   folder = path if path.is_dir() else path.parent
   config = read_config(folder) if (folder / "config.json").exists() else {}
-  tensors: dict[str, StoredTensor] = {}
-  for file in _tensor_files(path):
-    tensors.update(_read_safetensors(file) if file.suffix == ".safetensors"
-                   else read_torch_file(file))
+  tensors = join_shards(_shards(path), _read_tensors)
   return HeadFiles(str(path), config, join_scales(str(path), tensors))
 
 
@@ -83,24 +81,31 @@ def _product(rows: StoredTensor, scale: StoredTensor) -> Callable[[], np.ndarray
   return read
 
 
-def _tensor_files(path: pathlib.Path) -> list[pathlib.Path]:
+def _read_tensors(file: pathlib.Path) -> dict[str, StoredTensor]:
+  return _read_safetensors(file) if file.suffix == ".safetensors" else read_torch_file(file)
+
+
+def _shards(path: pathlib.Path) -> list[Shard]:
   """Safetensors before torch files; the heads' own file before the model they were trained with."""
   if path.is_file():
     if path.suffix not in (".safetensors", ".bin", ".pt"):
       raise WeightsError(f"{path} is not a .safetensors, .bin or .pt file")
-    return [path]
+    return [Shard(path)]
   own = [path / f"medusa_lm_head{suffix}" for suffix in (".safetensors", ".pt")]
   own = [file for file in own if file.is_file()]
   if own:
-    return own[:1]
+    return [Shard(own[0])]
   if any(path.glob("*.safetensors")) or (path / "model.safetensors.index.json").is_file():
-    return safetensors_files(path)
+    return safetensors_shards(path)
+  index = path / "pytorch_model.bin.index.json"
+  if index.is_file():
+    return indexed_shards(index)
   files = sorted(path.glob("pytorch_model*.bin"))
   if files:
-    return files
+    return [Shard(file) for file in files]
   files = sorted(path.glob("*.pt"))
   if len(files) == 1:
-    return files
+    return [Shard(files[0])]
   what = f"{len(files)} .pt files: name one of them" if files else (
     "no .safetensors, pytorch_model.bin or .pt file")
   raise WeightsError(f"{path} has {what}")
@@ -108,6 +113,8 @@ def _tensor_files(path: pathlib.Path) -> list[pathlib.Path]:
 
 def _read_safetensors(file: pathlib.Path) -> dict[str, StoredTensor]:
   tensors = {}
+  with open(file, "rb") as stream:
+    refuse_placeholder(file, stream.read(64))
   try:
     with safetensors.safe_open(file, "np") as opened:
       for name in opened.keys():
@@ -145,7 +152,9 @@ def _by_config(config: Mapping[str, Any]) -> str | None:
   if speculators is not None:
     kind = _BY_CONFIG.get(str(speculators))
     return f"speculators {speculators}" if kind in (None, "eagle", "medusa") else kind
-  for name in (config.get("model_type"), *(config.get("architectures") or ())):
+  architectures = config.get("architectures")
+  for name in (config.get("model_type"), *(
+      architectures if isinstance(architectures, list) else ())):
     text = str(name).lower()
     kind = _BY_CONFIG.get(text) or _BY_CONFIG.get(_ENDINGS.sub("", text))
     if kind is not None:

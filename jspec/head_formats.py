@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jspec.config import ModelConfig
+from jspec.checks import check_int
+from jspec.config import MAX_SIZE, ModelConfig
 from jspec.head_config import EagleConfig, HeadConfig, MedusaConfig, MlpSpeculatorConfig
 from jspec.head_files import HeadFiles
 from jspec.hf_config import model_config_from_hf
@@ -23,6 +24,8 @@ _SPECULATORS_DRAFT_VOCAB = 32000  # what Eagle3SpeculatorConfig assumes
 _EAGLE_LAYER = {("layers", 0, "embed_norm", "scale"): "layers.0.input_layernorm.weight",
                 ("layers", 0, "feature_norm", "scale"): "layers.0.hidden_norm.weight",
                 ("final_norm", "scale"): "norm.weight"}
+# EAGLE-1 trains neither: what is there are copies of the target's. The embedding always is.
+_EAGLE1_COPIES = ("embed_tokens.weight", "lm_head.weight")
 _MEDUSA_PREFIX = re.compile(r"(model\.)?medusa_heads?\.")
 
 
@@ -41,6 +44,7 @@ class HeadLayout(NamedTuple):
   leaves: Mapping[Path, Leaf]
   target_id: np.ndarray | None  # i32[Vd]
   harmless: Callable[[str], bool]  # may this tensor stay unused?
+  copies: tuple[str, ...] = ()  # tensors that only repeat the target's, which is used instead
 
 
 def head_layout(files: HeadFiles, method: str, target: ModelConfig) -> HeadLayout:
@@ -59,7 +63,7 @@ def head_layout(files: HeadFiles, method: str, target: ModelConfig) -> HeadLayou
     raise
   except ValueError as error:
     raise ValueError(f"{files.where}: {error}") from None
-  except (TypeError, AttributeError, ZeroDivisionError) as error:
+  except (TypeError, AttributeError, ZeroDivisionError, OverflowError) as error:
     raise ValueError(f"{files.where}: config.json is damaged: {error}") from None
 
 
@@ -68,9 +72,7 @@ def _integer(config: Mapping[str, Any], *keys: str, default: int | None = None) 
   value = next((config[key] for key in keys if config.get(key) is not None), default)
   if value is None:
     raise ValueError(f"config.json: {keys[0]!r} is missing")
-  if isinstance(value, bool) or not isinstance(value, int):
-    raise ValueError(f"config.json: {keys[0]!r} must be an integer, got {value!r}")
-  return value
+  return check_int(f"config.json: {keys[0]}", value, 0, MAX_SIZE)
 
 
 def _renamed(files: HeadFiles, rename: Callable[[str], str]) -> dict[str, StoredTensor]:
@@ -234,8 +236,7 @@ def _eagle(files: HeadFiles, version: int) -> HeadLayout:
     config = dataclasses.replace(config, draft_vocab_size=0)
 
   def harmless(name: str) -> bool:
-    # EAGLE-1 trains no embedding of its own: what is there is a copy of the target's.
-    copy = version == 1 and name == "embed_tokens.weight"
+    copy = version == 1 and name in _EAGLE1_COPIES
     tables = version == 3 and name in ("d2t", "t2d")
     return copy or tables or name.endswith("rotary_emb.inv_freq")
 
@@ -244,7 +245,13 @@ def _eagle(files: HeadFiles, version: int) -> HeadLayout:
   if bias or (bias is None and "fc.bias" in tensors):
     leaves["fc", "b"] = Leaf("fc.bias", (config.width,))
   origin = " (speculators)" if "speculators_model_type" in files.config else ""
-  return HeadLayout(f"EAGLE-{version}{origin}", config, tensors, leaves, target_id, harmless)
+  copies = tuple(name for name in _EAGLE1_COPIES if version == 1 and name in tensors)
+  for name in copies:
+    if tensors[name].shape != (config.vocab_size, config.width):
+      raise WeightsError(f"{files.where}: tensor {name} has shape {tensors[name].shape}, a copy of "
+                         f"the target's has {(config.vocab_size, config.width)}")
+  return HeadLayout(f"EAGLE-{version}{origin}", config, tensors, leaves, target_id, harmless,
+                    copies[1:] if copies[:1] == _EAGLE1_COPIES[:1] else copies)
 
 
 def _eagle_config(files: HeadFiles, tensors: Mapping[str, StoredTensor],

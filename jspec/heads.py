@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +17,8 @@ from jspec.head_files import METHODS, HeadFiles, kind_of_head, read_head_files
 from jspec.head_formats import HeadLayout, Leaf, head_layout
 from jspec.hub import may_be_head, resolve_head
 from jspec.weights import Params, Path, Place, WeightsError, on_device, progress_bar
+
+_log = logging.getLogger("jspec")
 
 
 def load_head(name: str | pathlib.Path, target: ModelConfig, *, method: str | None = None,
@@ -35,6 +38,9 @@ def load_head(name: str | pathlib.Path, target: ModelConfig, *, method: str | No
   files = read_head_files(resolve_head(name))
   layout = open_head(files, target, method)
   check_fit(files.where, layout, target)
+  if layout.copies:
+    _log.warning("%s: %s skipped: heads of this kind use the target's own, of which it is a copy",
+                 files.where, " and ".join(layout.copies))
   return layout.config, _read(layout, dtype, progress, put)
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from jspec.config import ModelConfig, RopeScaling
+from jspec.checks import check_flag, check_int, check_mapping, check_number
+from jspec.config import MAX_LAYERS, MAX_REAL, MAX_SIZE, ModelConfig, RopeScaling
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "relu": "relu", "gelu": "gelu",
                 "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -52,9 +53,13 @@ def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
   if model_type == "gemma3":
     tied = config.get("tie_word_embeddings", True)
     _refuse(config, "gemma3")
-    config = {"tie_word_embeddings": tied, **config.get("text_config", {})}
+    text = check_mapping("config.json: text_config", config.get("text_config") or {})
+    config = {"tie_word_embeddings": tied, **text}
     model_type = "gemma3_text"
-  config = {**_DEFAULTS[model_type], **config}
+  # null says nothing, but for the window, where it says that there is none.
+  said = {key: value for key, value in config.items()
+          if value is not None or key == "sliding_window"}
+  config = {**_DEFAULTS[model_type], **said}
   _refuse(config, model_type)
   return _opt_config(config) if model_type == "opt" else _rotary_config(config, model_type)
 
@@ -80,73 +85,100 @@ def _need(config: Mapping[str, Any], key: str) -> Any:
   return config[key]
 
 
+def _size(config: Mapping[str, Any], key: str, default: int | None = None,
+          most: int = MAX_SIZE) -> int:
+  value = default if config.get(key) is None else config[key]
+  return check_int(f"config.json: {key}", _need(config, key) if value is None else value, 1, most)
+
+
+def _real(config: Mapping[str, Any], key: str, default: float | None = None,
+          zero: bool = False) -> float:
+  value = default if config.get(key) is None else config[key]
+  value = _need(config, key) if value is None else value
+  return check_number(f"config.json: {key}", value, 0, MAX_REAL, above=not zero)
+
+
+def _maybe_real(config: Mapping[str, Any], key: str) -> float | None:
+  return None if config.get(key) is None else _real(config, key)
+
+
+def _flag(config: Mapping[str, Any], key: str, default: bool = False) -> bool:
+  return check_flag(f"config.json: {key}", config.get(key, default))
+
+
 def _activation(name: Any) -> str:
-  if name not in _ACTIVATIONS:
-    raise ValueError(f"activation {name!r} is not supported; supported: {', '.join(_ACTIVATIONS)}")
+  if not isinstance(name, str) or name not in _ACTIVATIONS:
+    raise ValueError(f"activation {_brief(name)} is not supported; "
+                     f"supported: {', '.join(_ACTIVATIONS)}")
   return _ACTIVATIONS[name]
 
 
 def _rotary_config(config: Mapping[str, Any], model_type: str) -> ModelConfig:
   """Llama, Mistral, Qwen and Gemma: RMSNorm, rotary positions, a gated MLP."""
   gemma = model_type == "gemma3_text"
-  width, heads = _need(config, "hidden_size"), _need(config, "num_attention_heads")
-  layers = _need(config, "num_hidden_layers")
-  head_dim = config.get("head_dim") or width // heads
+  width, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
+  layers = _size(config, "num_hidden_layers", most=MAX_LAYERS)
+  head_dim = _size(config, "head_dim", width // heads)
   theta, scaling, local_theta = _rope(config, gemma)
   window, sliding = _sliding(config, model_type, layers)
-  attention_bias = bool(config.get("attention_bias", False))
-  attn_scale = _need(config, "query_pre_attn_scalar") ** -0.5 if gemma else None
+  attention_bias = _flag(config, "attention_bias")
+  attn_scale = _real(config, "query_pre_attn_scalar") ** -0.5 if gemma else None
   return ModelConfig(
-    family="gemma3" if gemma else model_type, vocab_size=_need(config, "vocab_size"), width=width,
-    num_layers=layers, num_heads=heads, num_kv_heads=config.get("num_key_value_heads") or heads,
-    head_dim=head_dim, mlp_dim=_need(config, "intermediate_size"),
-    max_positions=config.get("max_position_embeddings") or 2048, norm_eps=config["rms_norm_eps"],
+    family="gemma3" if gemma else model_type, vocab_size=_size(config, "vocab_size"), width=width,
+    num_layers=layers, num_heads=heads,
+    num_kv_heads=_size(config, "num_key_value_heads", heads),
+    head_dim=head_dim, mlp_dim=_size(config, "intermediate_size"),
+    max_positions=_size(config, "max_position_embeddings", 2048),
+    norm_eps=_real(config, "rms_norm_eps", zero=True),
     activation=_activation(config.get("hidden_activation" if gemma else "hidden_act", "silu")),
     qkv_bias=attention_bias or model_type == "qwen2", out_bias=attention_bias,
-    mlp_bias=bool(config.get("mlp_bias", False)), qk_norm=model_type in ("qwen3", "gemma3_text"),
+    mlp_bias=_flag(config, "mlp_bias"), qk_norm=model_type in ("qwen3", "gemma3_text"),
     post_norms=gemma, embed_scale=math.sqrt(width) if gemma else 1.0, rope_theta=theta,
     rope_scaling=scaling, rope_theta_local=local_theta, attn_scale=attn_scale,
-    attn_soft_cap=config.get("attn_logit_softcapping"),
-    final_soft_cap=config.get("final_logit_softcapping"), window=window, sliding_layers=sliding,
-    tie_embeddings=bool(config.get("tie_word_embeddings", False)))
+    attn_soft_cap=_maybe_real(config, "attn_logit_softcapping"),
+    final_soft_cap=_maybe_real(config, "final_logit_softcapping"), window=window,
+    sliding_layers=sliding,
+    tie_embeddings=_flag(config, "tie_word_embeddings"))
 
 
 def _opt_config(config: Mapping[str, Any]) -> ModelConfig:
-  width, heads = _need(config, "hidden_size"), _need(config, "num_attention_heads")
+  width, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
   projection = config.get("word_embed_proj_dim", width)
   if projection != width:  # opt-350m, which also norms after the residual
     raise ValueError(f"OPT with word_embed_proj_dim={projection} != hidden_size={width} "
                      "(as opt-350m) is not supported")
-  bias = bool(config.get("enable_bias", True))
+  bias = _flag(config, "enable_bias", True)
   return ModelConfig(
-    family="opt", vocab_size=_need(config, "vocab_size"), width=width,
-    num_layers=_need(config, "num_hidden_layers"), num_heads=heads, num_kv_heads=heads,
-    head_dim=width // heads, mlp_dim=_need(config, "ffn_dim"),
-    max_positions=_need(config, "max_position_embeddings"), norm="layer", norm_eps=1e-5,
+    family="opt", vocab_size=_size(config, "vocab_size"), width=width,
+    num_layers=_size(config, "num_hidden_layers", most=MAX_LAYERS), num_heads=heads,
+    num_kv_heads=heads, head_dim=width // heads, mlp_dim=_size(config, "ffn_dim"),
+    max_positions=_size(config, "max_position_embeddings"), norm="layer", norm_eps=1e-5,
     activation=_activation(config["activation_function"]), gated_mlp=False, qkv_bias=bias,
     out_bias=bias, mlp_bias=bias, learned_positions=True,
-    tie_embeddings=bool(config["tie_word_embeddings"]))
+    tie_embeddings=_flag(config, "tie_word_embeddings"))
 
 
 def _rope(config: Mapping[str, Any], gemma: bool) -> tuple[float, RopeScaling | None, float | None]:
   """(theta, scaling, theta of the sliding layers), from transformers 4 or 5 keys."""
-  parameters = config.get("rope_parameters")
-  theta = config.get("rope_theta") or (1e6 if gemma else 1e4)
+  parameters, scaling = (
+      None if config.get(key) is None else check_mapping(f"config.json: {key}", config[key])
+      for key in ("rope_parameters", "rope_scaling"))
+  theta = _real(config, "rope_theta", 1e6 if gemma else 1e4)
   if not gemma:
-    parameters = dict(parameters or config.get("rope_scaling") or {})
+    parameters = parameters or scaling or {}
     if isinstance(parameters.get("full_attention"), Mapping):
       raise ValueError("config.json: rope_parameters per layer type are supported for gemma3 only")
-    return parameters.get("rope_theta", theta), _rope_scaling(parameters), None
+    return _real(parameters, "rope_theta", theta), _rope_scaling(parameters), None
   if parameters is None:
-    parameters = {"full_attention": config.get("rope_scaling") or {}}
+    parameters = {"full_attention": scaling or {}}
   elif "full_attention" not in parameters and "sliding_attention" not in parameters:
     parameters = {"full_attention": parameters}
-  full = parameters.get("full_attention") or {}
-  local = parameters.get("sliding_attention") or {}
+  full, local = (check_mapping(f"config.json: rope_parameters.{key}", parameters.get(key) or {})
+                 for key in ("full_attention", "sliding_attention"))
   if _rope_scaling(local) is not None:
     raise ValueError("config.json: rope scaling on sliding layers is not supported")
-  local_theta = local.get("rope_theta") or config.get("rope_local_base_freq") or 1e4
-  return full.get("rope_theta", theta), _rope_scaling(full), local_theta
+  local_theta = _real(local, "rope_theta", _real(config, "rope_local_base_freq", 1e4))
+  return _real(full, "rope_theta", theta), _rope_scaling(full), local_theta
 
 
 def _rope_scaling(parameters: Mapping[str, Any]) -> RopeScaling | None:
@@ -157,12 +189,11 @@ def _rope_scaling(parameters: Mapping[str, Any]) -> RopeScaling | None:
   if kind in ("default", None):
     return None
   if kind == "linear":
-    return RopeScaling("linear", float(_need(parameters, "factor")))
+    return RopeScaling("linear", _real(parameters, "factor"))
   if kind == "llama3":
-    return RopeScaling("llama3", float(_need(parameters, "factor")),
-                       float(_need(parameters, "low_freq_factor")),
-                       float(_need(parameters, "high_freq_factor")),
-                       int(_need(parameters, "original_max_position_embeddings")))
+    return RopeScaling("llama3", _real(parameters, "factor"), _real(parameters, "low_freq_factor"),
+                       _real(parameters, "high_freq_factor"),
+                       _size(parameters, "original_max_position_embeddings"))
   raise ValueError(f"rope type {kind!r} is not supported; supported: default, linear, llama3")
 
 
@@ -172,14 +203,17 @@ def _sliding(config: Mapping[str, Any], model_type: str,
   window, layer_types = config.get("sliding_window"), config.get("layer_types")
   if model_type == "llama" or window is None:
     window = None
-  if model_type in ("qwen2", "qwen3") and not config.get("use_sliding_window", False):
+  if model_type in ("qwen2", "qwen3") and not _flag(config, "use_sliding_window"):
     window = None
+  if window is not None:
+    check_int("config.json: sliding_window", window, 1, MAX_SIZE)
   sliding: Sequence[int]
   if layer_types is not None:
-    unknown = set(layer_types) - {"sliding_attention", "full_attention"}
-    if unknown or len(layer_types) != layers:
+    known = ("sliding_attention", "full_attention")
+    if not isinstance(layer_types, list) or len(layer_types) != layers or not all(
+        kind in known for kind in layer_types):
       raise ValueError(f"config.json: layer_types needs {layers} entries out of full_attention and "
-                       f"sliding_attention, got {len(layer_types)} {sorted(set(layer_types))}")
+                       f"sliding_attention, got {_brief(layer_types)}")
     sliding = [i for i, kind in enumerate(layer_types) if kind == "sliding_attention"]
     if sliding and window is None:
       raise ValueError("config.json: layer_types has sliding_attention but no window is in use")
@@ -188,10 +222,11 @@ def _sliding(config: Mapping[str, Any], model_type: str,
   elif model_type == "mistral":
     sliding = range(layers)
   elif model_type == "gemma3_text":
-    pattern = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6
+    pattern = _size(config, "sliding_window_pattern", _size(config, "_sliding_window_pattern", 6))
     sliding = [i for i in range(layers) if (i + 1) % pattern]
   else:
-    sliding = range(min(config["max_window_layers"], layers), layers)
+    first = check_int("config.json: max_window_layers", config["max_window_layers"], 0, MAX_SIZE)
+    sliding = range(min(first, layers), layers)
   return (window, tuple(sliding)) if sliding else (None, ())
 
 
@@ -215,20 +250,28 @@ def model_config_from_gguf(metadata: Mapping[str, Any], tensor_names: Collection
       raise ValueError(f"GGUF metadata: {architecture}.{key} is missing")
     return value
 
+  def size(key: str, default: int | None = None, low: int = 1, most: int = MAX_SIZE) -> int:
+    return check_int(f"GGUF metadata: {architecture}.{key}", get(key, default), low, most)
+
+  def real(key: str, default: float | None = None) -> float:
+    return check_number(f"GGUF metadata: {architecture}.{key}", get(key, default), 0, MAX_REAL)
+
   gemma = architecture == "gemma3"
-  width, heads, layers = get("embedding_length"), get("attention.head_count"), get("block_count")
-  head_dim = get("attention.key_length", width // heads)
+  width, heads = size("embedding_length"), size("attention.head_count")
+  layers = size("block_count", most=MAX_LAYERS)
+  head_dim = size("attention.key_length", width // heads)
   _refuse_gguf(metadata, architecture, head_dim)
-  theta = float(get("rope.freq_base", 1e4))
-  window = get("attention.sliding_window", 0)
+  theta = real("rope.freq_base", 1e4)
+  window = size("attention.sliding_window", 0, low=0)
   sliding = tuple(i for i in range(layers) if not gemma or (i + 1) % 6) if window else ()
   # llama.cpp: only the 27B Gemma 3 (62 layers) scales queries by width / heads
   attn_scale = (width / heads if layers == 62 else head_dim) ** -0.5 if gemma else None
   return ModelConfig(
     family=architecture, width=width, num_layers=layers, num_heads=heads, head_dim=head_dim,
-    vocab_size=get("vocab_size", len(metadata.get("tokenizer.ggml.tokens", ())) or None),
-    num_kv_heads=get("attention.head_count_kv", heads), mlp_dim=get("feed_forward_length"),
-    max_positions=get("context_length"), norm_eps=_decimal(get("attention.layer_norm_rms_epsilon")),
+    vocab_size=size("vocab_size", _gguf_tokens(metadata)),
+    num_kv_heads=size("attention.head_count_kv", heads), mlp_dim=size("feed_forward_length"),
+    max_positions=size("context_length"),
+    norm_eps=_decimal(real("attention.layer_norm_rms_epsilon")),
     activation="gelu_tanh" if gemma else "silu",
     qkv_bias=architecture == "qwen2" or "blk.0.attn_q.bias" in tensor_names,
     out_bias="blk.0.attn_output.bias" in tensor_names,
@@ -236,9 +279,14 @@ def model_config_from_gguf(metadata: Mapping[str, Any], tensor_names: Collection
     qk_norm=architecture in ("qwen3", "gemma3"), post_norms=gemma,
     embed_scale=math.sqrt(width) if gemma else 1.0, rope_theta=theta,
     rope_scaling=_gguf_rope_scaling(metadata, architecture, rope_factors, theta, head_dim),
-    rope_theta_local=float(get("rope.freq_base_swa", 1e4)) if gemma else None,
+    rope_theta_local=real("rope.freq_base_swa", 1e4) if gemma else None,
     attn_scale=attn_scale, window=window or None, sliding_layers=sliding,
     tie_embeddings="output.weight" not in tensor_names)
+
+
+def _gguf_tokens(metadata: Mapping[str, Any]) -> int | None:
+  tokens = metadata.get("tokenizer.ggml.tokens")
+  return len(tokens) or None if isinstance(tokens, list) else None
 
 
 def _refuse_gguf(metadata: Mapping[str, Any], architecture: str, head_dim: int) -> None:
@@ -262,12 +310,17 @@ def _gguf_rope_scaling(metadata: Mapping[str, Any], architecture: str,
                        head_dim: int) -> RopeScaling | None:
   kind = metadata.get(f"{architecture}.rope.scaling.type", "none")
   if kind == "linear":
-    return RopeScaling("linear", float(metadata[f"{architecture}.rope.scaling.factor"]))
+    factor = metadata.get(f"{architecture}.rope.scaling.factor")
+    return RopeScaling("linear", check_number(
+        f"GGUF metadata: {architecture}.rope.scaling.factor", factor, 0, MAX_REAL, above=True))
   if kind != "none":
     raise ValueError(f"GGUF rope scaling {kind!r} is not supported; supported: none, linear")
   if factors is None:
     return None
   # The file has only the divisors; every Llama 3.1 to 3.3 release uses 1, 4 and 8192.
+  if factors.shape != (head_dim // 2,):
+    raise ValueError(f"GGUF tensor rope_freqs.weight has shape {factors.shape}, a head of "
+                     f"{head_dim} needs ({head_dim // 2},)")
   scaling = RopeScaling("llama3", float(np.max(factors)))
   if not np.allclose(factors, llama3_divisors(scaling, theta, head_dim), rtol=1e-4):
     raise ValueError("GGUF tensor rope_freqs.weight is not a Llama 3 frequency scaling")

@@ -13,14 +13,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import types
 import zipfile
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jspec import shipped
+from jspec.checks import read_json
 from jspec.config import ModelConfig
 from jspec.hf_config import hf_config_from_model, model_config_from_hf
 from jspec.sampling_params import SamplingParams
@@ -40,7 +41,8 @@ _REPO_FILES = ["config.json", "generation_config.json", "*.safetensors",
                "model.safetensors.index.json", "tokenizer*", "special_tokens_map.json",
                "chat_template.jinja", "vocab.json", "merges.txt", "added_tokens.json"]
 _TORCH_FILES = ["config.json", "pytorch_model*.bin", "*.pt"]  # of heads without safetensors
-_GENERATION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+# Of generation_config.json, what vLLM applies to requests that don't say.
+GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _STAMP = "jspec.json"  # written last: a folder without it is not finished
 _STAMP_FORMAT = 1
 _SAMPLE_BYTES, _SAMPLES = 65536, 16
@@ -102,7 +104,8 @@ class LoadedModel(NamedTuple):
   params: Params
   tokenizer: Tokenizer
   name: str
-  generation_defaults: Mapping[str, float | int] = MappingProxyType({})  # of SamplingParams
+  # What the model's makers recommend to sample with, fields of SamplingParams.
+  generation_defaults: Mapping[str, float] = types.MappingProxyType({})
 
 
 class ModelRow(NamedTuple):
@@ -130,37 +133,31 @@ def load_model(name: str | pathlib.Path, dtype: str = "float32",
     return LoadedModel(config, params, gguf_tokenizer(file.metadata), files.name)
   config = model_config_from_hf(read_config(files.path))
   held, place = placer(config) if placer else (config, None)
+  generation_defaults(files.path)  # refused before the weights are read
   params = load_params(files.path, config, dtype, progress, place)
   return LoadedModel(held, params, load_tokenizer(files.path), files.name,
                      generation_defaults(files.path))
 
 
-def generation_defaults(folder: pathlib.Path) -> dict[str, float | int]:
-  """The sampling parameters of a folder's generation_config.json, those that vLLM heeds."""
-  file = folder / "generation_config.json"
-  if not file.is_file():
-    return {}
-  try:
-    config = json.loads(file.read_text(encoding="utf-8"))
-    found = {name: config[name] for name in _GENERATION if config.get(name) is not None}
-    SamplingParams(**found)
-  except (AttributeError, ValueError) as error:
-    raise ValueError(f"{file} is damaged: {error}") from None
-  return found
-
-
 def read_config(folder: pathlib.Path) -> dict[str, Any]:
   """config.json of a folder, as a dict."""
-  file = folder / "config.json"
   try:
-    config = json.loads(file.read_text(encoding="utf-8"))
+    return read_json(folder / "config.json")
   except FileNotFoundError:
     raise ValueError(f"{folder} is not a model: it has no config.json") from None
+
+
+def generation_defaults(folder: pathlib.Path) -> dict[str, float]:
+  """What generation_config.json recommends to sample with; null and other keys say nothing."""
+  file = folder / "generation_config.json"
+  said = read_json(file) if file.is_file() else {}
+  found: dict[str, Any] = {name: said[name] for name in GENERATION_DEFAULTS
+                           if said.get(name) is not None}
+  try:
+    SamplingParams(**found)
   except ValueError as error:
-    raise ValueError(f"{file} is damaged: {error}") from None
-  if not isinstance(config, dict):
-    raise ValueError(f"{file} is damaged: not a JSON object")
-  return config
+    raise ValueError(f"{file}: {error}") from None
+  return found
 
 
 def read_model_config(name: str | pathlib.Path,

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from jspec.checks import check_int, check_number
 from jspec.config import Verification
 
 LOOKUPS = ("ngram", "suffix")  # drafts copied from text that is there: they need no model
@@ -203,8 +204,7 @@ def _check_tree(widths: Sequence[int], num_speculative_tokens: int) -> None:
 
 def _check_schedule(schedule: Sequence[tuple[int, int, int]]) -> None:
   name, before = "num_speculative_tokens_per_batch_size", 0
-  for entry in schedule:
-    first, last, tokens = entry
+  for first, last, tokens in schedule:
     for value, low in ((first, 1), (last, 1), (tokens, 0)):
       check_int(f"each number of {name}", value, low)
     if first <= before or last < first:
@@ -212,19 +212,6 @@ def _check_schedule(schedule: Sequence[tuple[int, int, int]]) -> None:
     if not before and first != 1:
       raise ValueError(f"{name} must start at batch size 1, got {list(schedule)}")
     before = last
-
-
-def check_int(name: str, value: Any, low: int) -> int:
-  if isinstance(value, bool) or not isinstance(value, int):
-    raise ValueError(f"{name} must be an integer >= {low}, got {value!r}")
-  if value < low:
-    raise ValueError(f"{name} must be >= {low}, got {value}")
-  return value
-
-
-def check_number(name: str, value: Any, low: float, high: float) -> None:
-  if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-    raise ValueError(f"{name} must be a number in [{low}, {high:g}], got {value!r}")
 
 
 def listed(names) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jspec import medusa_choices
+from jspec.checks import check_int, check_number
 from jspec.config import Verification
 from jspec.spec_config import (
   HEADS,
@@ -19,8 +20,6 @@ from jspec.spec_config import (
   METHODS,
   NEURAL,
   SpeculativeConfig,
-  check_int,
-  check_number,
   listed,
 )
 from jspec.spec_keys import INSTEAD, KEYS, NO_EFFECT, OLDER, UNSUPPORTED
@@ -98,6 +97,7 @@ def parse_speculative(config: Mapping[str, Any] | None = None,
   lookup_max, lookup_min = _lookups(parts, keys)
   sampling, verification = _verification(keys, tokens)
   fields = {field: keys[key] for key, field in _PASSED.items() if key in keys}
+  lookup_tokens = check_int("num_lookup_tokens", fields.get("num_lookup_tokens", 0), 0)
   layers = fields.get("hidden_state_layers", ())
   if isinstance(layers, str) or not isinstance(layers, Sequence):
     raise ValueError(f"hidden_state_layers must be a list of numbers, got {layers!r}")
@@ -107,7 +107,7 @@ def parse_speculative(config: Mapping[str, Any] | None = None,
   return SpeculativeConfig(
     method=method, num_speculative_tokens=tokens, prompt_lookup_max=lookup_max,
     prompt_lookup_min=lookup_min, draft_sample_method=sampling, tree_widths=widths,
-    tree_paths=paths, schedule=_schedule(keys, max(tokens, fields.get("num_lookup_tokens", 0))),
+    tree_paths=paths, schedule=_schedule(keys, max(tokens, lookup_tokens)),
     verification=verification, **fields)
 
 
@@ -282,8 +282,7 @@ def _rates(keys: Mapping[str, Any], tokens: int, name: str, rule: str) -> tuple[
       check_number("each of synthetic_acceptance_rates", rate, 0, 1)
     return tuple(value)
   low, high = (1, tokens + 1) if given[0] == "synthetic_acceptance_length" else (0, 1)
-  if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-    raise ValueError(f"{given[0]} must be a number in [{low}, {high}], got {value!r}")
+  check_number(given[0], value, low, high)
   mean = value - 1 if low else value * tokens
   return tuple(min(1.0, max(0.0, mean - i)) for i in range(tokens))
 

@@ -12,19 +12,26 @@ END = -1  # after each output
 ORDERS = (3, 1)
 LOOKS = 64  # places looked at per order
 NUM_HEADS = 1 << 20
+MAX_BYTES = 256 * 2**20  # of tokens and their index, beside its heads (16 MiB)
+_TOKEN_BYTES = 4 + 8 * len(ORDERS)
 
 
 class SuffixStore:
-  """First in, first out: the last max_requests outputs, without their prompts.
+  """First in, first out: the last max_requests outputs that fit max_bytes, without their prompts.
 
   The index is that of zlib's deflate: places of equal hash are linked, latest first, in arrays of
   a fixed size per token. A place is the number of tokens stored before it, ever.
   """
 
-  def __init__(self, max_requests: int, max_match: int, num_windows: int, window_len: int):
+  def __init__(self, max_requests: int, max_match: int, num_windows: int, window_len: int,
+               max_bytes: int = MAX_BYTES):
     if window_len <= max_match:
       raise ValueError(f"{window_len=} must exceed {max_match=}: a passage holds what follows, too")
     self.max_requests, self.max_match = max_requests, max_match
+    # What is forgotten lies beside what counts until it is half of all.
+    self.max_tokens = max_bytes // _TOKEN_BYTES // 2
+    if self.max_tokens < 2:
+      raise ValueError(f"{max_bytes=} must be at least {4 * _TOKEN_BYTES}")
     self.num_windows, self.window_len = num_windows, window_len
     self._token = array("i")
     self._before = [array("q") for _ in ORDERS]  # the last place with the same hash
@@ -36,7 +43,7 @@ class SuffixStore:
   def add(self, output: Sequence[int]) -> None:
     if not output or not self.max_requests:
       return
-    text = array("i", output)
+    text = array("i", output[-(self.max_tokens - 1):])  # of a text that is too long, its end
     place = self._start + len(self._token)
     self._token += text
     self._token.append(END)
@@ -49,9 +56,10 @@ class SuffixStore:
         latest[head] = at
       before.append(END)
     self._lengths.append(len(text) + 1)
-    if len(self._lengths) > self.max_requests:
+    while len(self._lengths) > self.max_requests or (
+        self._start + len(self._token) - self._oldest > self.max_tokens):
       self._oldest += self._lengths.popleft()
-      self._forget()
+    self._forget()
 
   def passages(self, text: Sequence[int]) -> list[list[int]]:
     """At most num_windows runs of past outputs that the end of `text` leads into, latest first.

@@ -16,6 +16,7 @@ import tokenizers
 import tokenizers.decoders
 
 from jspec.chat_template import Message, render_chat
+from jspec.checks import check_int, read_json, refuse_placeholder
 
 # Turn endings that GGUF metadata does not always list, stopped at if they are control tokens.
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
@@ -179,31 +180,52 @@ def load_tokenizer(source: str | pathlib.Path) -> Tokenizer:
     return gguf_tokenizer(read_gguf(path).metadata)
   config = _read_json(path / "tokenizer_config.json")
   backend = _backend(path)
-  special = _special_tokens(_read_json(path / "special_tokens_map.json") | config)
-  model_config, generation = (_read_json(path / name)
-                              for name in ("config.json", "generation_config.json"))
-  listed = generation.get("eos_token_id", model_config.get("eos_token_id"))
-  eos = list(listed) if isinstance(listed, list) else [listed]
+  # null says nothing: what another file says stands.
+  special = {**_special_tokens(_read_json(path / "special_tokens_map.json")),
+             **_special_tokens(config)}
+  said = [_read_json(path / name) for name in ("generation_config.json", "config.json")]
+  said += [text for one in said if isinstance(text := one.get("text_config"), dict)]
+  eos = next((ids for one in said if (ids := _ids("eos_token_id", one))), [])
   eos.append(backend.token_to_id(special.get("eos_token", "")))
-  bos = backend.token_to_id(special.get("bos_token", ""))
-  return Tokenizer(backend, _unique(eos), model_config.get("bos_token_id") if bos is None else bos,
+  bos = [backend.token_to_id(special.get("bos_token", "")),
+         *(i for one in said[1:] for i in _ids("bos_token_id", one))]
+  return Tokenizer(backend, _unique(eos), next((i for i in bos if i is not None), None),
                    _folder_template(path, config), special)
 
 
 def gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
   """The tokenizer that GGUF metadata describes."""
   from jspec.gguf_tokenizer import tokenizer_from_gguf
-  backend = tokenizer_from_gguf(metadata)
-  ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in
+  try:
+    backend = tokenizer_from_gguf(metadata)
+  except ValueError:
+    raise
+  except Exception as error:  # the library has its own, and damaged metadata raises any
+    raise ValueError(f"the tokenizer in the GGUF metadata is damaged: {error}") from None
+  ids = {name: _gguf_id(metadata, key) for name, key in
          (("bos_token", "bos"), ("eos_token", "eos"), ("unk_token", "unknown"),
           ("pad_token", "padding"))}
   spelled = {name: backend.id_to_token(i) for name, i in ids.items() if i is not None}
   special = {name: token for name, token in spelled.items() if token is not None}
   added = backend.get_added_tokens_decoder()
-  eos = [ids["eos_token"], metadata.get("tokenizer.ggml.eot_token_id")]
+  eos = [ids["eos_token"], _gguf_id(metadata, "eot")]
   eos += [i for i, token in added.items() if token.special and token.content in _TURN_ENDS]
-  return Tokenizer(backend, _unique(eos), ids["bos_token"], metadata.get("tokenizer.chat_template"),
-                   special)
+  template = metadata.get("tokenizer.chat_template")
+  return Tokenizer(backend, _unique(eos), ids["bos_token"],
+                   template if isinstance(template, str) else None, special)
+
+
+def _gguf_id(metadata: Mapping[str, Any], key: str) -> int | None:
+  name = f"tokenizer.ggml.{key}_token_id"
+  return None if metadata.get(name) is None else check_int(f"GGUF metadata: {name}",
+                                                           metadata[name], 0, 2**32)
+
+
+def _ids(key: str, config: Mapping[str, Any]) -> list[int | None]:
+  """The token ids of a key that holds one, a list or nothing."""
+  value = config.get(key)
+  return [check_int(key, i, 0) for i in (value if isinstance(value, list) else [value])
+          if i is not None]
 
 
 def _unique(ids: Iterable[int | None]) -> tuple[int, ...]:
@@ -213,6 +235,8 @@ def _unique(ids: Iterable[int | None]) -> tuple[int, ...]:
 def _backend(folder: pathlib.Path) -> tokenizers.Tokenizer:
   file = folder / "tokenizer.json"
   if file.is_file():
+    with open(file, "rb") as stream:
+      refuse_placeholder(file, stream.read(64))
     try:
       backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises Exception itself
@@ -232,20 +256,12 @@ def _backend(folder: pathlib.Path) -> tokenizers.Tokenizer:
 
 
 def _read_json(file: pathlib.Path) -> dict[str, Any]:
-  if not file.is_file():
-    return {}
-  try:
-    content = json.loads(file.read_text(encoding="utf-8"))
-  except ValueError as error:
-    raise ValueError(f"{file} is damaged: {error}") from None
-  if not isinstance(content, dict):
-    raise ValueError(f"{file} is damaged: not a JSON object")
-  return content
+  return read_json(file) if file.is_file() else {}
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
   tokens = {name: config.get(name) for name in _SPECIAL_NAMES}
-  named = {name: token["content"] if isinstance(token, dict) else token
+  named = {name: token.get("content") if isinstance(token, dict) else token
            for name, token in tokens.items()}
   return {name: token for name, token in named.items() if isinstance(token, str)}
 
@@ -253,8 +269,15 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 def _folder_template(folder: pathlib.Path, config: Mapping[str, Any]) -> str | None:
   file = folder / "chat_template.jinja"
   if file.is_file():
-    return file.read_text(encoding="utf-8")
+    try:
+      return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+      raise ValueError(f"{file} is damaged: {error}") from None
   template = config.get("chat_template")
   if isinstance(template, list):  # several, by name
-    template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    template = next((entry.get("template") for entry in template
+                     if isinstance(entry, dict) and entry.get("name") == "default"), None)
+  if template is not None and not isinstance(template, str):
+    raise ValueError(f"{folder / 'tokenizer_config.json'}: chat_template must be a string, got "
+                     f"{template!r:.60}")
   return template

@@ -10,6 +10,7 @@ import io
 import math
 import pathlib
 import pickle
+import pickletools
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
@@ -18,12 +19,14 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from jspec.checks import refuse_placeholder
 from jspec.weights import WeightsError
 
 _STORAGES = {"FloatStorage": np.float32, "DoubleStorage": np.float64, "HalfStorage": np.float16,
              "BFloat16Storage": ml_dtypes.bfloat16, "LongStorage": np.int64,
              "IntStorage": np.int32, "CharStorage": np.int8, "ByteStorage": np.uint8,
              "BoolStorage": np.bool_}
+MAX_PICKLE = 64 * 2**20  # bytes
 _LOCAL_HEADER = 30  # bytes before the name in a zip entry, the lengths of name and extra last
 _LEGACY_MAGIC, _LEGACY_MAGIC_AT = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19", 2  # a pickled number
 _TAR_MAGIC, _TAR_MAGIC_AT = b"ustar", 257
@@ -47,6 +50,8 @@ def read_torch_file(file: pathlib.Path) -> dict[str, StoredTensor]:
   """The tensors of a state dict, by name; views of the mapped file, read when they are used."""
   if not file.is_file():
     raise WeightsError(f"{file}: no such file")
+  with open(file, "rb") as stream:
+    refuse_placeholder(file, stream.read(64))
   if not zipfile.is_zipfile(file):
     raise WeightsError(_not_a_zip(file))
   try:
@@ -56,12 +61,38 @@ def read_torch_file(file: pathlib.Path) -> dict[str, StoredTensor]:
       if len(pickles) != 1:
         raise WeightsError(f"{file} is a zip archive, but torch.save's have a data.pkl")
       root = pickles[0].removesuffix("data.pkl")
-      if root + "byteorder" in entries and archive.read(root + "byteorder") != b"little":
+      order = _whole(file, archive, root + "byteorder") if root + "byteorder" in entries else b""
+      if order not in (b"", b"little"):
         raise WeightsError(f"{file} was written on a big-endian machine, which is not supported")
-      content = archive.read(pickles[0])
-  except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError) as error:
+      content = _whole(file, archive, pickles[0])
+  except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, OSError) as error:
     raise WeightsError(f"{file} is damaged: {error}") from None
+  _check_opcodes(file, content)
   return _Unpickler(file, content, root, entries).state_dict()
+
+
+def _whole(file: pathlib.Path, archive: zipfile.ZipFile, name: str) -> bytes:
+  """An entry that is read as a whole: as torch.save writes it, it cannot grow while it is read."""
+  entry = archive.getinfo(name)
+  if entry.compress_type != zipfile.ZIP_STORED:
+    raise WeightsError(f"{file}: its {name} is compressed, which torch.save never does")
+  if entry.file_size > MAX_PICKLE:
+    raise WeightsError(f"{file}: its {name} has {entry.file_size} bytes, for names and shapes "
+                       f"{MAX_PICKLE} are the most that is read")
+  return archive.read(name)
+
+
+def _check_opcodes(file: pathlib.Path, content: bytes) -> None:
+  """Refuses numbers in a pickle that make the unpickler reserve memory for what is not there."""
+  try:
+    for opcode, argument, position in pickletools.genops(content):
+      # The memo is an array as long as the largest index: an index per byte read is plenty.
+      if "PUT" in opcode.name and int(argument or 0) > (position or 0):
+        raise WeightsError(f"{file}: its pickle is damaged: memo {argument} at byte {position}")
+  except WeightsError:
+    raise
+  except Exception as error:  # a damaged pickle raises nearly anything
+    raise WeightsError(f"{file}: its pickle is damaged: {error}") from None
 
 
 def _not_a_zip(file: pathlib.Path) -> str:

@@ -11,7 +11,7 @@ import math
 import pathlib
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,10 @@ import ml_dtypes
 import numpy as np
 import tqdm
 
+from jspec.checks import check_int, inside, read_json, refuse_placeholder
 from jspec.config import DTYPES, ModelConfig
 
+T = TypeVar("T")
 Path = tuple[str | int, ...]  # ("layers", 3, "q", "w")
 Params = dict[str, Any]
 Place = Callable[[Path, Any], jax.Array]  # puts a parameter on the device or devices that need it
@@ -224,13 +226,11 @@ def safetensors_source(source: str | pathlib.Path | Iterable[str | pathlib.Path]
                        config: ModelConfig) -> TensorSource:
   """A Hugging Face checkpoint as a TensorSource; reads headers only."""
   if isinstance(source, (str, pathlib.Path)):
-    where, files = str(source), safetensors_files(pathlib.Path(source))
+    where, shards = str(source), safetensors_shards(pathlib.Path(source))
   else:
-    files = [pathlib.Path(file) for file in source]
-    where = str(files[0].parent) if files else "no files given"
-  tensors: dict[str, _Tensor] = {}
-  for file in files:
-    tensors.update(_read_header(file))
+    shards = [Shard(pathlib.Path(file)) for file in source]
+    where = str(shards[0].file.parent) if shards else "no files given"
+  tensors = join_shards(shards, _read_header)
   prefixes = _FAMILIES.get(config.family, _DEFAULT_FAMILY)[2]
   prefix = next((p for p in prefixes if f"{p}embed_tokens.weight" in tensors), prefixes[0])
   names = hf_names(config, prefix)
@@ -251,24 +251,63 @@ def safetensors_source(source: str | pathlib.Path | Iterable[str | pathlib.Path]
   return TensorSource(where, names, {name: t.shape for name, t in tensors.items()}, read, harmless)
 
 
-def safetensors_files(path: pathlib.Path) -> list[pathlib.Path]:
-  """The shards of a checkpoint, in the order of its index; a listed but absent one is an error."""
+class Shard(NamedTuple):
+  """A file of a checkpoint, and which of its tensors count: None, all of them."""
+
+  file: pathlib.Path
+  names: frozenset[str] | None = None
+
+
+def safetensors_shards(path: pathlib.Path) -> list[Shard]:
+  """The files of a checkpoint, by its index where there is one."""
   if path.is_file():
-    return [path]
+    return [Shard(path)]
   index = path / "model.safetensors.index.json"
   if index.is_file():
-    try:
-      names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError) as error:
-      raise WeightsError(f"{index} is damaged: {error}") from None
-    absent = [name for name in names if not (path / name).is_file()]
-    if absent:
-      raise WeightsError(f"{path}: file {', '.join(absent)} is listed in {index.name} but missing")
-    return [path / name for name in names]
+    return indexed_shards(index)
   files = sorted(path.glob("*.safetensors"))
   if not files:
     raise WeightsError(f"{path}: no .safetensors file; jspec reads safetensors and GGUF only")
-  return files
+  return [Shard(file) for file in files]
+
+
+def indexed_shards(index: pathlib.Path) -> list[Shard]:
+  """What an index says: which file has each tensor. A file that is absent is an error."""
+  try:
+    weight_map = read_json(index)["weight_map"]
+    where = f"{index}: weight_map"
+    if not isinstance(weight_map, dict):
+      raise ValueError(f"{where} must be an object")
+    files: dict[pathlib.Path, set[str]] = {}
+    for name, file in weight_map.items():
+      files.setdefault(inside(index.parent, file, where), set()).add(name)
+  except KeyError:
+    raise WeightsError(f"{index} is damaged: it has no weight_map") from None
+  except ValueError as error:
+    raise WeightsError(str(error)) from None
+  absent = sorted(file.name for file in files if not file.is_file())
+  if absent:
+    raise WeightsError(f"{index.parent}: file {', '.join(absent)} is listed in {index.name} but "
+                       "missing")
+  return [Shard(file, frozenset(names)) for file, names in sorted(files.items())]
+
+
+def join_shards(shards: Iterable[Shard],
+                read: Callable[[pathlib.Path], Mapping[str, T]]) -> dict[str, T]:
+  """The tensors of all shards. The index decides: another file's copy of a tensor is let be."""
+  joined: dict[str, T] = {}
+  for file, names in shards:
+    tensors = read(file)
+    missing = sorted(set() if names is None else names - tensors.keys())
+    if missing:
+      raise WeightsError(f"{file}: missing {_some(missing)}, which the index says it has")
+    own = {name: tensor for name, tensor in tensors.items() if names is None or name in names}
+    twice = sorted(joined.keys() & own.keys())
+    if twice:
+      raise WeightsError(f"{file}: {_some(twice)} is in another file, too, and no index says which "
+                         "one counts")
+    joined.update(own)
+  return joined
 
 
 class _Tensor(NamedTuple):
@@ -290,30 +329,45 @@ def _read_header(file: pathlib.Path) -> dict[str, _Tensor]:
     raise WeightsError(f"{file}: no such file")
   size = file.stat().st_size
   with open(file, "rb") as stream:
-    length = int.from_bytes(stream.read(8), "little")
+    start = stream.read(64)
+    refuse_placeholder(file, start)
+    length = int.from_bytes(start[:8], "little")
     if size < 8 or length > size - 8:
       raise WeightsError(f"{file} is truncated or not safetensors: {size} bytes cannot hold "
                          f"its header of {length}")
+    stream.seek(8)
     try:
       header = json.loads(stream.read(length))
-      entries = [(name, entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
-                 for name, entry in header.items() if name != "__metadata__"]
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, RecursionError) as error:
       raise WeightsError(f"{file}: the safetensors header is damaged: {error}") from None
-  tensors = {}
-  for name, kind, shape, begin, end in entries:
-    if kind not in _SAFETENSORS_DTYPES:
-      raise WeightsError(f"{file}: tensor {name} has dtype {kind}; supported: "
-                         f"{', '.join(_SAFETENSORS_DTYPES)}")
-    dtype = _SAFETENSORS_DTYPES[kind]
-    if begin < 0 or end - begin != math.prod(shape) * dtype.itemsize:
-      raise WeightsError(f"{file}: tensor {name} spans {end - begin} bytes, {kind} {shape} needs "
-                         f"{math.prod(shape) * dtype.itemsize}")
-    if 8 + length + end > size:
-      raise WeightsError(f"{file} is truncated: tensor {name} ends at byte {8 + length + end}, "
-                         f"the file at {size}")
-    tensors[name] = _Tensor(file, dtype, shape, 8 + length + begin)
-  return tensors
+  if not isinstance(header, dict):
+    raise WeightsError(f"{file}: the safetensors header is damaged: not a JSON object")
+  return {name: _tensor(file, name, entry, 8 + length, size)
+          for name, entry in header.items() if name != "__metadata__"}
+
+
+def _tensor(file: pathlib.Path, name: str, entry: Any, start: int, size: int) -> _Tensor:
+  """One entry of a header, as a tensor that lies wholly inside the file; start: of its data."""
+  try:
+    kind, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(kind, str) or not isinstance(shape, list):
+      raise TypeError
+    for number in (*shape, begin, end):
+      check_int("number", number, 0)
+  except (KeyError, TypeError, ValueError):
+    raise WeightsError(f"{file}: the safetensors header is damaged: tensor {name} is "
+                       f"{entry!r:.80}, not a dtype, a shape and two data_offsets") from None
+  if kind not in _SAFETENSORS_DTYPES:
+    raise WeightsError(f"{file}: tensor {name} has dtype {kind}; supported: "
+                       f"{', '.join(_SAFETENSORS_DTYPES)}")
+  dtype, shape = _SAFETENSORS_DTYPES[kind], tuple(shape)
+  if end - begin != math.prod(shape) * dtype.itemsize:
+    raise WeightsError(f"{file}: tensor {name} spans {end - begin} bytes, {kind} {shape} needs "
+                       f"{math.prod(shape) * dtype.itemsize}")
+  if start + end > size:
+    raise WeightsError(f"{file} is truncated: tensor {name} ends at byte {start + end}, the file "
+                       f"at {size}")
+  return _Tensor(file, dtype, shape, start + begin)
 
 
 def write_safetensors(file: pathlib.Path, shapes: Mapping[str, tuple[int, ...]],

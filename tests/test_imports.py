@@ -13,10 +13,11 @@ import jspec
 
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / "jspec"
-CORE = {"types", "config"}
+CORE = {"types", "config", "checks"}
 ALLOWED = {  # module: the jspec modules it may import
   "types": set(),
-  "config": set(),
+  "checks": set(),
+  "config": {"checks"},
   "tree": CORE | {"medusa_choices"},
   "sampling": CORE | {"tree"},
   "verify": CORE | {"tree", "sampling", "control"},
@@ -58,7 +59,7 @@ DRAFTER = CORE | HEAD_MODULES | {
     "model", "tree", "sampling", "cache", "control", "spec_config", "drafters.base", "drafting",
     "attention", "pallas.reference"}
 THIRD_PARTY = {  # module: what it may import from outside jspec and the standard library
-  "types": {"jax", "flax"}, "config": set(), "attention": {"jax"}, "tree": {"jax"},
+  "types": {"jax", "flax"}, "config": set(), "checks": set(), "attention": {"jax"}, "tree": {"jax"},
   "sharding": {"jax", "numpy"}, "placement": {"jax"},
   "sampling": {"jax", "flax"}, "verify": {"jax"}, "cache": {"jax"}, "model": {"jax", "numpy"},
   "step": {"jax"}, "control": {"jax"}, "plan": {"jax", "numpy"}, "step_output": {"jax"},
@@ -68,7 +69,7 @@ THIRD_PARTY = {  # module: what it may import from outside jspec and the standar
   "medusa_choices": {"numpy"}, "judge": {"jax"}, "verify_lossy": {"jax"},
   "drafting": {"jax", "flax"}, "goodput": {"numpy"}, "device": {"jax", "numpy"},
 }
-NO_JAX = ("pages", "scheduler", "goodput", "limits", "request", "outputs", "sampling_params",
+NO_JAX = ("checks", "pages", "scheduler", "goodput", "limits", "request", "outputs", "sampling_params",
           "spec_config", "spec_parse", "config", "head_config", "medusa_choices", "suffix_store")
 MAX_LINES, MAX_FUNCTION = 400, 60
 

@@ -1,0 +1,88 @@
+"""What comes from outside, files and arguments, checked before anything is made of it. No jax."""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+import reprlib
+from typing import Any
+
+_LFS = b"version https://git-lfs.github.com/spec/"
+_HTML = (b"<!doctype html", b"<html")
+
+
+def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
+  """The integer; ValueError for anything else, True and 1.0 included, and outside low..high."""
+  allowed = f">= {low}" if high is None else f"in {low}..{high}"
+  if isinstance(value, bool) or not isinstance(value, int):
+    raise ValueError(f"{name} must be an integer {allowed}, got {reprlib.repr(value)}")
+  if value < low or (high is not None and value > high):
+    raise ValueError(f"{name} must be {allowed}, got {reprlib.repr(value)}")
+  return value
+
+
+def check_number(name: str, value: Any, low: float, high: float, above: bool = False) -> float:
+  """The finite number in [low, high]; above: low itself is refused, too."""
+  if isinstance(value, bool) or not isinstance(value, (int, float)) or not (
+      low < value <= high if above else low <= value <= high):
+    raise ValueError(f"{name} must be a number in {'(' if above else '['}{low:g}, {high:g}], "
+                     f"got {reprlib.repr(value)}")
+  return float(value)
+
+
+def check_flag(name: str, value: Any) -> bool:
+  if not isinstance(value, bool):
+    raise ValueError(f"{name} must be true or false, got {reprlib.repr(value)}")
+  return value
+
+
+def check_mapping(name: str, value: Any) -> dict[str, Any]:
+  if not isinstance(value, dict):
+    raise ValueError(f"{name} must be an object, got {reprlib.repr(value)}")
+  return value
+
+
+def read_json(file: pathlib.Path) -> dict[str, Any]:
+  """The JSON object in a file; ValueError says what else it is, FileNotFoundError if it is not."""
+  try:
+    text = file.read_bytes()
+  except FileNotFoundError:
+    raise
+  except OSError as error:
+    raise ValueError(f"can't read {file}: {error.strerror}") from None
+  refuse_placeholder(file, text)
+  try:
+    content = json.loads(text.decode("utf-8"))
+  except (ValueError, RecursionError) as error:
+    raise ValueError(f"{file} is damaged: {error}") from None
+  if not isinstance(content, dict):
+    raise ValueError(f"{file} is damaged: not a JSON object")
+  return content
+
+
+def refuse_placeholder(file: pathlib.Path, start: bytes) -> None:
+  """Names what downloads leave in place of a file. start: its first bytes, 64 will do."""
+  if start.startswith(_LFS):
+    raise ValueError(f"{file} is a git-lfs pointer, not the file that it stands for: run "
+                     "`git lfs pull` in its folder")
+  if start.lstrip()[:16].lower().startswith(_HTML):
+    raise ValueError(f"{file} is an HTML page: the download brought a page to read, perhaps one "
+                     "to log in, and not the file")
+
+
+def inside(folder: pathlib.Path, name: Any, where: str) -> pathlib.Path:
+  """The file of that name below the folder; ValueError for one that leads out of it.
+
+  Links are not followed: Hugging Face's cache keeps its files elsewhere.
+  """
+  parts = pathlib.PurePosixPath(name.replace("\\", "/")).parts if isinstance(name, str) else ()
+  if not parts or pathlib.PurePath(name).is_absolute() or ".." in parts or "\0" in name:
+    raise ValueError(f"{where} must name files of its own folder, got {reprlib.repr(name)}")
+  return folder / name
+
+
+def is_finite(value: Any) -> bool:
+  """Whether it is a number, and neither infinite nor NaN."""
+  return (isinstance(value, (int, float)) and not isinstance(value, bool)
+          and math.isfinite(value))
