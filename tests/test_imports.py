@@ -69,7 +69,8 @@ THIRD_PARTY = {  # module: what it may import from outside jspec and the standar
   "medusa_choices": {"numpy"}, "judge": {"jax"}, "verify_lossy": {"jax"},
   "drafting": {"jax", "flax"}, "goodput": {"numpy"}, "device": {"jax", "numpy"},
 }
-NO_JAX = ("checks", "pages", "scheduler", "goodput", "limits", "request", "outputs", "sampling_params",
+NO_JAX = ("checks", "pages", "scheduler", "goodput", "limits", "request", "outputs",
+          "sampling_params",
           "spec_config", "spec_parse", "config", "head_config", "medusa_choices", "suffix_store")
 MAX_LINES, MAX_FUNCTION = 400, 60
 
