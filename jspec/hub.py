@@ -156,7 +156,7 @@ def generation_defaults(folder: pathlib.Path) -> dict[str, float]:
   try:
     SamplingParams(**found)
   except ValueError as error:
-    raise ValueError(f"{file}: {error}") from None
+    raise ValueError(f"{file} is damaged: {error}") from None
   return found
 
 

@@ -352,18 +352,6 @@ def test_null_as_an_end_token_leaves_what_another_file_says(tmp_path):
   assert load_tokenizer(tmp_path).eos_ids == (9, 1)
 
 
-def test_generation_defaults_are_what_the_file_says_and_vllm_applies(tmp_path):
-  assert hub.generation_defaults(tmp_path) == {}
-  write = lambda content: (tmp_path / "generation_config.json").write_text(json.dumps(content))
-  write({"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": None, "do_sample": True,
-         "repetition_penalty": 1.05, "max_new_tokens": 7, "eos_token_id": 3})
-  assert hub.generation_defaults(tmp_path) == {
-      "temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.05}
-  write({"temperature": "hot"})
-  with pytest.raises(ValueError, match="generation_config.json: temperature must be a finite"):
-    hub.generation_defaults(tmp_path)
-
-
 # ------------------------------------------------------------------ heads
 
 
