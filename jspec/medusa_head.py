@@ -28,7 +28,7 @@ def head_logits(params: Any, config: MedusaConfig, target: ModelConfig, hidden: 
   for block in head["blocks"]:
     hidden = hidden + jax.nn.silu(model.dense(hidden, block, bitwise))
   logits = model.logits(params["target"], target, hidden, bitwise) if config.shares_head else (
-      model.dense(hidden, head["head"], bitwise).astype(jnp.float32))
+      model.dense(hidden, head["head"], bitwise, jnp.float32))
   return config.logit_scale * logits
 
 

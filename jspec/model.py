@@ -147,13 +147,12 @@ def blocks(layers, config: ModelConfig, x, position, mask, rows: Rows, pages: KV
 
 
 def logits(params: Params, config: ModelConfig, hidden: jax.Array, bitwise=False) -> jax.Array:
-  """hidden [R, E] -> float32 [R, V]."""
+  """hidden [R, E] -> float32 [R, V], the sums as they are: never rounded to the model's dtype."""
   with jax.named_scope("lm_head"):
     if "head" in params:
-      out = dense(hidden, params["head"], bitwise)
+      out = dense(hidden, params["head"], bitwise, jnp.float32)
     else:
-      out = _rows_product(hidden, params["embed"], 1, bitwise)
-    out = out.astype(jnp.float32)
+      out = _rows_product(hidden, params["embed"], 1, bitwise, jnp.float32)
     if config.final_soft_cap is not None:
       out = config.final_soft_cap * jnp.tanh(out / config.final_soft_cap)
     return out
@@ -166,14 +165,17 @@ def lm_head(params: Params, token: Any = None) -> jax.Array:
   return (params["embed"] if token is None else params["embed"][token]).T
 
 
-def dense(x: jax.Array, p: Params, bitwise: bool) -> jax.Array:
-  """x [R, in] @ w [in, out] (+ b)."""
-  y = _rows_product(x, p["w"], 0, bitwise)
+def dense(x: jax.Array, p: Params, bitwise: bool, dtype: Any = None) -> jax.Array:
+  """x [R, in] @ w [in, out] (+ b), summed in float32.
+
+  dtype: of the result, x's by default; float32 for logits, in which bfloat16 would make ties.
+  """
+  y = _rows_product(x, p["w"], 0, bitwise, dtype or x.dtype)
   return y + p["b"] if "b" in p else y
 
 
-def _rows_product(x, w, contract: int, bitwise: bool):
-  """x[R, in] times w, over w's axis `contract`.
+def _rows_product(x, w, contract: int, bitwise: bool, dtype: Any):
+  """x[R, in] times w, over w's axis `contract`, in dtype.
 
   XLA:CPU compiles one row to a matrix-vector product that rounds differently (and in bfloat16 is
   many times slower), and above MAX_ROWS float32 rows it blocks the sum differently. So bfloat16
@@ -186,7 +188,7 @@ def _rows_product(x, w, contract: int, bitwise: bool):
     x = jnp.pad(x, ((0, MIN_ROWS - num_rows), (0, 0)))
   # Asked for bfloat16 directly, XLA:CPU converts all of w to float32 first, every call.
   multiply = lambda part: jax.lax.dot_general(
-      part, w, (((1,), (contract,)), ((), ())), preferred_element_type=jnp.float32).astype(x.dtype)
+      part, w, (((1,), (contract,)), ((), ())), preferred_element_type=jnp.float32).astype(dtype)
   if bitwise and num_rows > MAX_ROWS:
     # The barrier keeps XLA from merging the products back into one.
     parts = [x[i:i + MAX_ROWS] for i in range(0, num_rows, MAX_ROWS)]

@@ -72,9 +72,9 @@ def logits(params: Params, config: ModelConfig, hidden: jax.Array) -> jax.Array:
   return out.reshape(*hidden.shape[:-1], -1)
 
 
-def dense(x: jax.Array, p: Params) -> jax.Array:
-  """[..., in] -> [..., out]."""
-  return model.dense(x.reshape(-1, x.shape[-1]), p, False).reshape(*x.shape[:-1], -1)
+def dense(x: jax.Array, p: Params, dtype: Any = None) -> jax.Array:
+  """[..., in] -> [..., out]. dtype: of the result, see model.dense."""
+  return model.dense(x.reshape(-1, x.shape[-1]), p, False, dtype).reshape(*x.shape[:-1], -1)
 
 
 def block(layer: Params, config: ModelConfig, x: jax.Array, angles, attend: Attend,

@@ -76,8 +76,8 @@ def mlp_speculator(config: MlpSpeculatorConfig, shape: tree.Shape, target: Model
     total = tree_sum(x * x) if bitwise else (x * x).sum(-1, keepdims=True)
     return x * jax.lax.rsqrt(total / x.shape[-1] + EPS)
 
-  def product(x, p):  # [B, n, in] -> [B, n, out]
-    return model.dense(x.reshape(-1, x.shape[-1]), p, bitwise).reshape(*x.shape[:2], -1)
+  def product(x, p, dtype=None):  # [B, n, in] -> [B, n, out]
+    return model.dense(x.reshape(-1, x.shape[-1]), p, bitwise, dtype).reshape(*x.shape[:2], -1)
 
   def advance(stage, state, token, source):
     """States [B, m, I] of tokens i32[B, m], from the states of their parents."""
@@ -107,7 +107,7 @@ def mlp_speculator(config: MlpSpeculatorConfig, shape: tree.Shape, target: Model
     going = jnp.ones((b, 1), bool)
     for i, (stage, level) in enumerate(zip(stages, levels, strict=False)):
       hidden = advance(stage, hidden, token[:, level.expanded], level.source)
-      logits = product(hidden, stage["head"]).astype(jnp.float32)
+      logits = product(hidden, stage["head"], jnp.float32)
       drawn, new = children(logits, level.width, i, slots)
       new = new[:, level.row, level.rank]
       if not sampled:

@@ -68,8 +68,7 @@ def make(options: Eagle3Options, target: ModelConfig, target_id: np.ndarray | No
     own, hidden = frozen(target_params), terms.hidden_of(batch)
     head = params["head"] if options.train_head else own
     # What the target says about the token after each one, within the draft vocabulary.
-    teacher = jax.lax.stop_gradient(transformer.dense(hidden, _cast(own, hidden)))
-    teacher = teacher.astype(jnp.float32)
+    teacher = jax.lax.stop_gradient(transformer.dense(hidden, _cast(own, hidden), jnp.float32))
     if target.final_soft_cap is not None:
       teacher = target.final_soft_cap * jnp.tanh(teacher / target.final_soft_cap)
     parts: list[Mean] = []
@@ -77,7 +76,7 @@ def make(options: Eagle3Options, target: ModelConfig, target_id: np.ndarray | No
     for j, y in enumerate(run(params, target_params, batch)):
       label, counts = terms.shifted(batch.token, j + 2), terms.counted(batch, j + 2)
       known = terms.draft_token(label, target_id, target.vocab_size)[1]
-      logits = transformer.dense(y, _cast(head, y)).astype(jnp.float32)
+      logits = transformer.dense(y, _cast(head, y), jnp.float32)
       part = terms.mean(
           terms.soft_cross_entropy(terms.shifted(teacher, j + 1), logits), counts & known)
       parts.append(part.times(options.step_decay**j))
@@ -86,7 +85,7 @@ def make(options: Eagle3Options, target: ModelConfig, target_id: np.ndarray | No
 
   def logits(params, target_params, batch: Batch):
     head = params["head"] if options.train_head else frozen(target_params)
-    return tuple(transformer.dense(y, _cast(head, y)).astype(jnp.float32)
+    return tuple(transformer.dense(y, _cast(head, y), jnp.float32)
                  for y in run(params, target_params, batch))
 
   def export(params, target_params):

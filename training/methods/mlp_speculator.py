@@ -88,7 +88,7 @@ def stage_logits(stages: list[Params], config: MlpSpeculatorConfig,
     x = dense(state, stage["proj"]).astype(jnp.float32) + emb_weight / state_weight * embedded
     x = _normed(x) * stage["ln"]["scale"] + stage["ln"]["bias"]
     state = jax.nn.gelu(x, approximate=False).astype(state.dtype)
-    out.append(dense(state, stage["head"]).astype(jnp.float32))
+    out.append(dense(state, stage["head"], jnp.float32))
   return tuple(out)
 
 
