@@ -54,7 +54,8 @@ class Fields(BaseModel):
 
 def wrong(field: str, message: str) -> PydanticCustomError:
   """For a validator of a whole object, about one of its fields."""
-  return PydanticCustomError("wrong", message, {"field": field})  # type: ignore[arg-type]
+  shown = field.encode("ascii", "backslashreplace").decode()  # half of a character has no UTF-8
+  return PydanticCustomError("wrong", message, {"field": shown})  # type: ignore[arg-type]
 
 
 def unsupported(field: str, message: str = "this is not supported: leave it out"

@@ -42,6 +42,7 @@ class ResponsesRequest(Sampling):
   input: Annotated[list[Message], FIRST, BeforeValidator(_messages)]
   instructions: Text | None = None
   max_output_tokens: Int | None = None
+  metadata: dict[str, str] | None = None  # comes back with the answer
   top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
   include: Annotated[list[str], FIRST, Field(max_length=16)] | None = None
   text: dict[str, Any] | None = None

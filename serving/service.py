@@ -100,9 +100,12 @@ class Service:
             "chat_template": self.policy.chat_template,
             "chat_template_kwargs": chat.chat_template_kwargs, "tools": chat.tools,
             "plain_content": None if self.policy.plain_message_content else False}
-    return await asyncio.to_thread(
-        self.engine.llm.encode_chat, chat.messages, chat.add_generation_prompt,
-        **{name: value for name, value in more.items() if value is not None})
+    try:
+      return await asyncio.to_thread(
+          self.engine.llm.encode_chat, chat.messages, chat.add_generation_prompt,
+          **{name: value for name, value in more.items() if value is not None})
+    except RecursionError:
+      raise ValueError("the chat template cannot write what is nested so deeply") from None
 
   async def stream(self, prompt: str | Sequence[int], params: SamplingParams, *,
                    request_id: str | None = None, priority: int = 0, cache_salt: str | None = None
