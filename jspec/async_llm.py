@@ -7,11 +7,12 @@ import collections
 import queue
 import threading
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from typing import Any, NamedTuple
 
 from jspec.llm import LLM
 from jspec.outputs import EngineStats, RequestOutput
+from jspec.prompt import Prompt, check_params
 from jspec.request import Group, failure
 from jspec.sampling_params import SamplingParams
 
@@ -61,8 +62,8 @@ class AsyncLLM:
 
   # ---------------------------------------------------------- from asyncio
 
-  async def generate(self, prompt: str | Sequence[int], params: SamplingParams | None = None, *,
-                     request_id: str | None = None,
+  async def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None,
+                     request_id: str | None = None, *,
                      priority: int = 0) -> AsyncGenerator[RequestOutput, None]:
     """Snapshots of the request as tokens come, the last one finished.
 
@@ -70,14 +71,15 @@ class AsyncLLM:
     iterator, or cancelling the task, frees the request's slot and pages.
 
     Args:
-      prompt: text or token ids. request_id: unique among those running; None makes one.
+      prompt: text, token ids or a dict, see LLM.generate. request_id: unique among those running;
+        None makes one.
       priority: the lower, the sooner; equal ones first come, first served.
 
     Raises:
       ValueError: for what cannot be served as asked. QueueFull, Draining, EngineDead,
       RequestFailed: see there.
     """
-    params = params or SamplingParams()
+    params = SamplingParams() if sampling_params is None else check_params(sampling_params)
     if params.n > self.max_outputs:
       raise ValueError(f"n={params.n} exceeds the {self.max_outputs} outputs that this server "
                        "holds")

@@ -15,6 +15,7 @@ from jspec import terminal
 from jspec.config import ATTENTION_BACKENDS, DTYPES, KV_DTYPES, NUMERICS
 from jspec.sampling_params import SamplingParams
 from jspec.spec_parse import parse_speculative
+from jspec.vllm_arguments import flag_hints as flag_hints
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141  # exit codes; the last two are 128 + signal

@@ -39,6 +39,15 @@ def check_prompt(ids: Sequence[int], vocab_size: int) -> None:
                        f"{vocab_size} tokens")
 
 
+def truncated_prompt(ids: tuple[int, ...], params: SamplingParams,
+                     max_model_len: int) -> tuple[int, ...]:
+  """The last params.truncate_prompt_tokens of them; of -1 what leaves room for an answer."""
+  keep = params.truncate_prompt_tokens
+  if keep is None:
+    return ids
+  return ids[-(max(1, max_model_len - max(1, params.min_tokens)) if keep == -1 else keep):]
+
+
 def check_priority(priority: int) -> None:
   if isinstance(priority, bool) or not isinstance(priority, numbers.Integral):
     raise ValueError(f"priority must be an integer, got {reprlib.repr(priority)}")

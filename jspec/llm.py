@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import numbers
 import os
 import pathlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
-from jspec import heads, hub
+from jspec import heads, hub, vllm_arguments
 from jspec.config import EngineConfig, ModelConfig
 from jspec.drafters import Drafter, DrafterSetup, build
 from jspec.engine import MAX_STEPS, Engine
@@ -25,20 +24,29 @@ from jspec.limits import (
   check_request,
   check_tokenizer,
   engine_config,
+  truncated_prompt,
 )
+from jspec.metrics import Metric, metrics_of
 from jspec.outputs import RequestOutput
 from jspec.placement import Placement, check_attention, place
 from jspec.plan import CostModel, cpu_cost, cpu_widths
+from jspec.prompt import (
+  Messages,
+  Prompt,
+  check_params,
+  listed_conversations,
+  listed_params,
+  listed_prompts,
+  read_prompt,
+)
 from jspec.replicas import Replicas
 from jspec.request import Group, Request, failure
 from jspec.sampling_params import MAX_SEED, SamplingParams
 from jspec.sharding import place_params
 from jspec.slot_sampling import row_inputs
 from jspec.spec_parse import parse_speculative
+from jspec.tokenizer import Tokenizer
 from jspec.weights import Placer
-
-Prompt = str | Sequence[int]
-Messages = Sequence[Mapping[str, str]]
 
 # Drafts are nearly free where a pass over the weights has arithmetic to spare: the rows that take
 # as long as one pass are peak arithmetic over memory bandwidth, some hundreds on GPUs and TPUs.
@@ -74,6 +82,8 @@ class LLM:
     seed: of the requests that have none of their own.
     cache_dir: for downloaded models and compiled programs; None is the user's cache folder.
     progress: show progress bars; None decides by the terminal.
+    older_flags: of speculation; and vLLM's arguments that mean nothing here, at the values that
+      ask for nothing.
 
   Raises:
     ValueError: for anything that cannot be done exactly as asked, before work is lost.
@@ -88,6 +98,7 @@ class LLM:
                max_num_batched_tokens: int = 512, dynamic_speculation: bool = False, seed: int = 0,
                cache_dir: str | pathlib.Path | None = None, progress: bool | None = None,
                **older_flags: Any):
+    vllm_arguments.take(older_flags)
     own_name = model.name if isinstance(model, hub.LoadedModel) else str(model)
     self.speculative = parse_speculative(
         dict(speculative_config) if speculative_config is not None else None, older_flags,
@@ -167,42 +178,49 @@ class LLM:
 
   # ------------------------------------------------------------ generating
 
-  def generate(self, prompts: Prompt | Sequence[Prompt],
-               params: SamplingParams | Sequence[SamplingParams] | None = None, *,
-               use_tqdm: bool = False) -> list[RequestOutput]:
-    """Completes each prompt (text or token ids); results in the order of the prompts."""
+  def generate(self, prompts: Prompt | Iterable[Prompt],
+               sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
+               use_tqdm: bool | Callable[..., Any] = False) -> list[RequestOutput]:
+    """Completes each prompt; results in the order of the prompts.
+
+    A request that fails while it runs has finish_reason "error", and says why as its stop_reason.
+
+    Args:
+      prompts: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; or many of them.
+      sampling_params: of all prompts, or of each.
+      use_tqdm: whether to show a progress bar, or what makes one.
+    """
     done: dict[str, RequestOutput] = {}
-    requests = self._requests(prompts, params)
-    with tqdm(total=len(requests), disable=not use_tqdm, unit="prompt") as bar:
+    requests = self._requests(prompts, sampling_params)
+    make_bar = use_tqdm if callable(use_tqdm) else tqdm
+    with make_bar(total=len(requests), disable=not use_tqdm, unit="prompt") as bar:
       for output in self._run(requests, MAX_STEPS, batch=True):
         if output.finished:
           done[output.request_id] = output
           bar.update()
     return [done[group.request_id] for group in requests]
 
-  def chat(self, messages: Messages | Sequence[Messages],
-           params: SamplingParams | Sequence[SamplingParams] | None = None, *,
-           use_tqdm: bool = False) -> list[RequestOutput]:
+  def chat(self, messages: Messages | Iterable[Messages],
+           sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
+           use_tqdm: bool | Callable[..., Any] = False) -> list[RequestOutput]:
     """Answers each conversation, a list of {"role", "content"}, through the chat template."""
-    conversations: list[Any] = list(messages)
-    if conversations and isinstance(conversations[0], Mapping):
-      conversations = [messages]
-    return self.generate([self.encode_chat(m) for m in conversations], params, use_tqdm=use_tqdm)
+    prompts = [self.encode_chat(m) for m in listed_conversations(messages)]
+    return self.generate(prompts, sampling_params, use_tqdm)
 
-  def stream(self, prompts: Prompt | Sequence[Prompt],
-             params: SamplingParams | Sequence[SamplingParams] | None = None
+  def stream(self, prompts: Prompt | Iterable[Prompt],
+             sampling_params: SamplingParams | Iterable[SamplingParams] | None = None
              ) -> Iterator[RequestOutput]:
     """Like generate, but yields snapshots, of any request in any order, as text appears."""
-    return self._run(self._requests(prompts, params), 1, batch=False)
+    return self._run(self._requests(prompts, sampling_params), 1, batch=False)
 
-  def as_completed(self, prompts: Prompt | Sequence[Prompt],
-                   params: SamplingParams | Sequence[SamplingParams] | None = None
+  def as_completed(self, prompts: Prompt | Iterable[Prompt],
+                   sampling_params: SamplingParams | Iterable[SamplingParams] | None = None
                    ) -> Iterator[RequestOutput]:
     """Like generate, but yields each finished output as soon as it is there and forgets it.
 
     The request_ids count on in the order of the prompts; those of a new LLM begin at "0".
     """
-    return self._finished(self._requests(prompts, params))
+    return self._finished(self._requests(prompts, sampling_params))
 
   def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
     """The text's token ids; ValueError where they cannot fit max_model_len."""
@@ -221,6 +239,13 @@ class LLM:
     """The messages' token ids, through the model's chat template."""
     self._check_characters(sum(len(str(m.get("content", ""))) for m in messages))
     return self.tokenizer.apply_chat_template(messages, add_generation_prompt)
+
+  def get_tokenizer(self) -> Tokenizer:
+    return self.tokenizer
+
+  def get_metrics(self) -> list[Metric]:
+    """What the engine has done since its start: vLLM's names, under the prefix jspec."""
+    return metrics_of(self.engine.stats())
 
   def warm_up(self, progress: bool | None = None) -> None:
     """Compiles every program, so that no request waits for it; measures steps where they count.
@@ -250,24 +275,23 @@ class LLM:
 
   # --------------------------------------------------------------- inside
 
-  def _requests(self, prompts, params) -> list[Group]:
+  def _requests(self, prompts, sampling_params) -> list[Group]:
     """Checks everything before anything runs."""
-    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], numbers.Integral)):
-      prompts = [prompts]
-    if params is None or isinstance(params, SamplingParams):
-      params = [params or SamplingParams()] * len(prompts)
-    if len(params) != len(prompts):
-      raise ValueError(f"{len(prompts)} prompts, but {len(params)} SamplingParams")
-    return [self.prepare(*pair) for pair in zip(prompts, params, strict=True)]
+    listed = listed_prompts(prompts)
+    return [self.prepare(*pair) for pair in zip(
+        listed, listed_params(sampling_params, len(listed)), strict=True)]
 
   def prepare(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None,
               priority: int = 0) -> Group:
     """A prompt and its params as requests for the engine; ValueError if they cannot be served."""
     added = time.perf_counter()
+    check_params(params)
+    given = read_prompt(prompt)
     check_priority(priority)
     if request_id is not None and not isinstance(request_id, str):
       raise ValueError(f"request_id must be a string, got {request_id!r:.60}")
-    ids = tuple(self.encode(prompt) if isinstance(prompt, str) else prompt)
+    ids = tuple(self.encode(given.text or "")) if given.ids is None else given.ids
+    ids = truncated_prompt(ids, params, self.max_model_len)
     limit = check_request(params, len(ids), self._engine_config, self.engine.drafter.max_depth)
     check_prompt(ids, self.config.vocab_size)
     row = row_inputs(params, self.tokenizer, self.config.vocab_size)
@@ -278,7 +302,7 @@ class LLM:
           params, seed=(params.seed + i) % (MAX_SEED + 1))
       requests.append(Request(
           name, i, ids, own, limit, self.tokenizer, row, next(self._numbers), priority, added))
-    return Group(name, prompt if isinstance(prompt, str) else None, requests)
+    return Group(name, given.text, requests)
 
   def _check_characters(self, count: int) -> None:
     """Refuses what is too long whatever its tokens are: to find them would take its time."""

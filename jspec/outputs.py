@@ -83,6 +83,9 @@ class CompletionOutput:
   # of finished outputs under method "extract_hidden_states".
   hidden_states: np.ndarray | None = None
 
+  def finished(self) -> bool:
+    return self.finish_reason is not None
+
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
@@ -91,6 +94,26 @@ class Timing:
   first_token: float = 0.0
   finished: float = 0.0
   admitted: float = 0.0  # it had waited that long for a slot
+
+  # vLLM's names, on a clock that starts when the request is added.
+  arrival_time = queued_ts = 0.0
+
+  @property
+  def time_in_queue(self) -> float:
+    return self.admitted
+
+  @property
+  def first_token_latency(self) -> float:
+    return self.first_token
+
+  first_scheduled_time = scheduled_ts = time_in_queue
+  first_token_time = first_token_ts = first_token_latency
+
+  @property
+  def finished_time(self) -> float:
+    return self.finished
+
+  last_token_time = last_token_ts = finished_time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +129,10 @@ class RequestOutput:
   num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
   # Per prompt token: it first, then the likeliest; None for the first one, before which is nothing.
   prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None
+
+  @property
+  def metrics(self) -> Timing:
+    return self.timing
 
   @property
   def text(self) -> str:

@@ -39,24 +39,7 @@ _RANGES: dict[str, tuple[float, float]] = {  # destination -> what is allowed
   "speculative_disable_by_batch_size": (2, math.inf), "drain_timeout": (0, 1e6),
 }
 _INSTEAD = {  # vLLM's flags without a meaning here -> what to do
-  "--gpu-memory-utilization": "the KV cache has --num-pages pages, or room for --max-num-seqs "
-                              "requests of --max-model-len tokens: set those",
-  "--kv-cache-memory-bytes": "use --num-pages",
-  "--num-gpu-blocks-override": "use --num-pages",
-  "--block-size": "use --page-size",
-  "--swap-space": "preempted requests are computed anew, nothing is swapped: leave it out",
-  "--cpu-offload-gb": "weights stay on the device: leave it out",
-  "--enforce-eager": "every step is compiled: leave it out",
-  "--trust-remote-code": "no code from model repositories is run: leave it out",
-  "--enable-chunked-prefill": "prompts are always read in chunks, of --max-num-batched-tokens "
-                              "at most: leave it out",
-  "--pipeline-parallel-size": "use --tensor-parallel-size and --data-parallel-size",
-  "--distributed-executor-backend": "one process runs all devices: leave it out",
-  "--quantization": "a GGUF file brings its own; --kv-cache-dtype is the cache's",
-  "--load-format": "the format is read from the files: leave it out",
-  "--tokenizer": "the model's own is used: leave it out",
-  "--download-dir": "use --cache-dir",
-  "--enable-lora": "adapters are not supported: merge them into the weights",
+  **cli.flag_hints(),
   "--enable-auto-tool-choice": "tool calls are not supported: leave it out",
   "--disable-log-requests": "requests are never logged: leave it out",
   "--enable-log-requests": "requests are never logged: leave it out",

@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -22,7 +23,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from jspec import AsyncLLM, EngineStats, RequestOutput, SamplingParams
+from jspec import AsyncLLM, RequestOutput, SamplingParams
 
 LABELS = ("model_name", "engine")
 FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0,
@@ -33,35 +34,6 @@ PER_REQUEST = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 4
                120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 ERRORS = ("ValueError", "QueueFull", "Draining", "EngineDead")  # there from the start, with 0
-
-COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
-  ("prompt_tokens", "Prompt tokens of requests that have got a slot.",
-   lambda s: s.prompt_tokens),
-  ("generation_tokens", "Tokens generated.", lambda s: s.generation_tokens),
-  ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.",
-   lambda s: s.prefix_queries),
-  ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda s: s.prefix_hits),
-  ("num_preemptions", "Requests that lost their pages and were computed anew.",
-   lambda s: s.num_preemptions),
-  ("corrupted_requests", "Requests that ended because their logits were NaN or infinite.",
-   lambda s: s.corrupted_requests),
-  ("spec_decode_num_drafts", "Steps that verified draft tokens, over all slots.",
-   lambda s: s.speculation.num_drafts),
-  ("spec_decode_num_draft_tokens", "Draft tokens verified.",
-   lambda s: s.speculation.num_draft_tokens),
-  ("spec_decode_num_accepted_tokens", "Draft tokens accepted; bonus tokens are not counted.",
-   lambda s: s.speculation.num_accepted_tokens),
-)
-GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
-  ("num_requests_running", "Requests in slots.", lambda s: s.num_running),
-  ("num_requests_waiting", "Requests waiting for a slot.", lambda s: s.num_waiting),
-  ("kv_cache_usage_perc", "Share of the KV cache's pages in use, 0 to 1.",
-   lambda s: s.kv_cache_usage),
-  ("spec_decode_draft_acceptance_rate", "Accepted / verified draft tokens since the start.",
-   lambda s: s.speculation.acceptance_rate),
-  ("spec_decode_mean_acceptance_length", "Tokens per drafting step since the start.",
-   lambda s: s.speculation.mean_acceptance_length),
-)
 
 
 class Metrics:
@@ -211,22 +183,20 @@ class _EngineCollector(Collector):
     self._engine, self._labels = engine, labels
 
   def collect(self) -> Iterator[Metric]:
-    stats = self._engine.stats()
-    for name, text, value in COUNTERS:
-      counter = CounterMetricFamily(f"jspec:{name}", text, labels=LABELS)
-      counter.add_metric(self._labels, value(stats))
-      yield counter
-    for name, text, value in GAUGES:
-      gauge = GaugeMetricFamily(f"jspec:{name}", text, labels=LABELS)
-      gauge.add_metric(self._labels, value(stats))
-      yield gauge
-    accepted, drafted = stats.speculation.accepted_histogram, stats.speculation.drafted_histogram
-    positions = CounterMetricFamily("jspec:spec_decode_num_accepted_tokens_per_pos",
-                                    "Draft tokens accepted, by position in the draft.",
-                                    labels=(*LABELS, "position"))
-    for position in range(len(accepted) - 1):
-      positions.add_metric((*self._labels, str(position)), sum(accepted[position + 1:]))
-    yield positions
+    family: Any
+    metric: Any
+    for metric in self._engine.llm.get_metrics():
+      if metric.kind == "vector":
+        family = CounterMetricFamily(metric.name, metric.help, labels=(*LABELS, "position"))
+        for position, value in enumerate(metric.values):
+          family.add_metric((*self._labels, str(position)), value)
+      else:
+        kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+        family = kind(metric.name, metric.help, labels=LABELS)
+        family.add_metric(self._labels, metric.value)
+      yield family
+    speculation = self._engine.stats().speculation
+    accepted, drafted = speculation.accepted_histogram, speculation.drafted_histogram
     yield self._histogram("spec_decode_acceptance_length",
                           "Drafting steps by tokens emitted: those accepted and one more.",
                           accepted, least=1)

@@ -48,6 +48,9 @@ ALLOWED = {  # module: the jspec modules it may import
   "goodput": set(),
   "results": CORE | {"outputs", "request", "scheduler"},
   "page_table": {"cache"},
+  "prompt": {"sampling_params"},
+  "vllm_arguments": set(),
+  "metrics": {"outputs"},
   "slot_request": CORE | {"request", "scheduler", "slot_sampling"},
   "limits": CORE | {"sampling_params", "tokenizer"},
   "device": CORE | {"step", "cache", "plan", "placement", "slot_sampling", "sampling_params",
@@ -70,8 +73,8 @@ THIRD_PARTY = {  # module: what it may import from outside jspec and the standar
   "drafting": {"jax", "flax"}, "goodput": {"numpy"}, "device": {"jax", "numpy"},
 }
 NO_JAX = ("checks", "pages", "scheduler", "goodput", "limits", "request", "outputs",
-          "sampling_params",
-          "spec_config", "spec_parse", "config", "head_config", "medusa_choices", "suffix_store")
+          "sampling_params", "prompt", "metrics", "vllm_arguments", "spec_config", "spec_parse",
+          "config", "head_config", "medusa_choices", "suffix_store")
 MAX_LINES, MAX_FUNCTION = 400, 60
 
 

@@ -23,6 +23,7 @@ from jspec import (
   SpeculativeStats,
   Timing,
 )
+from jspec.metrics import metrics_of
 from serving.metrics import Metrics
 from serving.service import Service
 
@@ -70,7 +71,8 @@ STATS = EngineStats(
 
 
 def fake_metrics(stats: EngineStats = STATS) -> Metrics:
-  engine = types.SimpleNamespace(stats=lambda: stats, llm=types.SimpleNamespace(max_model_len=96))
+  engine = types.SimpleNamespace(stats=lambda: stats, llm=types.SimpleNamespace(
+      max_model_len=96, get_metrics=lambda: metrics_of(stats)))
   return Metrics(engine, "tiny")
 
 
