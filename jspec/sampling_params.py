@@ -15,8 +15,7 @@ MAX_STOPS = 64  # strings, each looked for at every token
 MAX_TOKENS_NAMED = 4096  # in stop_token_ids, and bad words in all
 MAX_CHARACTERS = 1024  # of a stop string or a bad word
 MAX_CHARACTERS_NAMED = 32768  # of all stop strings, or all bad words, together
-MAX_SEED = 2**63 - 1
-MAX_NUMBER = 2**31 - 1  # of other integers
+MAX_SEED = MAX_NUMBER = 2**63 - 1  # of any integer
 LARGEST = 1e18  # of any number: the product of two stays finite in float32
 
 
@@ -122,7 +121,7 @@ class SamplingParams:
     return dataclasses.replace(self, **changes)
 
   def _check_numbers(self):
-    ranges = (("n", 1, MAX_NUMBER), ("top_k", 0, MAX_SEED), ("min_tokens", 0, MAX_NUMBER),
+    ranges = (("n", 1, MAX_NUMBER), ("top_k", 0, MAX_NUMBER), ("min_tokens", 0, MAX_NUMBER),
               ("max_tokens", 1, MAX_NUMBER), ("seed", 0, MAX_SEED), ("logprobs", 0, MAX_LOGPROBS),
               ("num_speculative_tokens", 0, MAX_NUMBER), ("truncate_prompt_tokens", 1, MAX_NUMBER))
     can_be_none = ("max_tokens", "seed", "logprobs", "num_speculative_tokens",

@@ -48,7 +48,7 @@ def refused(capsys, argv: list[str]) -> str:
   (["generate", "hi", "--max-tokens", "many"], "--max-tokens: invalid int value: 'many'"),
   (["generate", "hi", "--temperature", "-1"], "temperature must be >= 0"),
   (["generate", "hi", "--top-p", "0"], "top_p must be > 0"),
-  (["generate", "hi", "--seed", "-1"], "seed must be in 0.."),
+  (["generate", "hi", "--seed", "-2"], "seed must be >= 0"),
   (["generate", "hi", "--stop", ""], "stop must hold non-empty strings"),
   (["generate", "hi", "--file", "x"], "not both"),
   (["generate", "--file", "no-such-file"], "can't read no-such-file: No such file"),

@@ -14,7 +14,8 @@ HIGHEST = {"seed": MAX_SEED, "logprobs": MAX_LOGPROBS}
 REAL = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty",
         "frequency_penalty")
 BAD = [  # field, value, the allowed range as the message has it
-  *((name, low - 2 if name == "top_k" else low - 1, str(low)) for name, low in WHOLE.items()),
+  *((name, low - 2 if name in ("top_k", "seed") else low - 1, str(low))  # -1 is none of them
+    for name, low in WHOLE.items()),
   *((name, high + 1, str(high)) for name, high in HIGHEST.items()),
   *((name, value, "integer") for name in WHOLE for value in (1.5, "3", True)),
   *((name, value, "finite number") for name in REAL for value in ("1", True, math.nan, math.inf)),

@@ -28,7 +28,8 @@ NOT_THE_DEFAULT = {
   "logit_bias": {0: -1e18, 7: 0.1}, "bad_words": ("é", "an inn"), "min_tokens": 3,
   "max_tokens": None, "stop": ("日", "\n"), "stop_token_ids": (5, 0),
   "include_stop_str_in_output": True, "ignore_eos": True, "logprobs": 0,
-  "num_speculative_tokens": 0, "skip_special_tokens": False}
+  "num_speculative_tokens": 0, "skip_special_tokens": False,
+  "truncate_prompt_tokens": -1}
 
 
 def test_the_generated_code_is_that_of_the_interface(tmp_path):

@@ -232,7 +232,7 @@ def test_texts_are_bounded_before_they_are_tokenised(field):
 
 
 @pytest.mark.parametrize("fields", [
-  dict(max_tokens=10**310), dict(min_tokens=2**31), dict(n=10**5000), dict(seed=10**5000),
+  dict(max_tokens=10**310), dict(min_tokens=2**63), dict(n=10**5000), dict(seed=10**5000),
   dict(temperature=10**400), dict(top_p=10**400), dict(logit_bias={1: 10**400}),
   dict(stop=[5] * 10**6), dict(bad_words=[5] * 10**6), dict(stop_token_ids=[-1] * 10**6),
   dict(logit_bias=[5] * 10**6), dict(top_k="a" * 10**6), dict(truncate_prompt_tokens=0)])
