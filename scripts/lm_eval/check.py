@@ -40,7 +40,8 @@ def main():
   server = f"model={arguments.name},base_url={arguments.url}/v1/"
   asked = f"tokenizer={arguments.folder},tokenizer_backend=huggingface,num_concurrent=4"
   ours = run("jspec_choice", "local-completions", f"{server}completions,{asked}")
-  theirs = run("jspec_choice", "hf", f"pretrained={arguments.folder},dtype=float32,device=cpu")
+  theirs = run("jspec_choice", "hf", f"pretrained={arguments.folder},dtype=float32",
+               "--device", "cpu")
   compare(ours, theirs)
   run("jspec_copy", "local-completions", f"{server}completions,{asked}")
   run("jspec_copy", "local-chat-completions", f"{server}chat/completions,num_concurrent=4",
