@@ -129,3 +129,17 @@ def test_special_tokens_are_left_out_of_a_prompt_on_request(server, llm, monkeyp
     answer = server.post(COMPLETIONS, prompt="a", max_tokens=1, echo=True, **fields).json()
     assert answer["usage"]["prompt_tokens"] == count
     assert answer["choices"][0]["text"].startswith("a")
+
+
+def test_a_prompt_that_is_cut_is_counted_and_echoed_as_it_was_read(server, llm):
+  ids = llm.encode("the cat and the hat")
+  same = dict(temperature=0, max_tokens=6, ignore_eos=True)
+  for prompt in ("the cat and the hat", ids):
+    answer = server.post(COMPLETIONS, prompt=prompt, truncate_prompt_tokens=3, echo=True, **same)
+    short = server.post(COMPLETIONS, prompt=ids[-3:], echo=True, **same).json()
+    assert answer.json()["choices"] == short["choices"]
+    assert answer.json()["usage"]["prompt_tokens"] == 3
+  long = server.post(COMPLETIONS, prompt="a" * 200, truncate_prompt_tokens=-1, max_tokens=1)
+  assert long.json()["usage"]["prompt_tokens"] == llm.max_model_len - 1
+  chat = server.post(CHAT, messages=USER, truncate_prompt_tokens=2, return_token_ids=True, **same)
+  assert chat.json()["prompt_token_ids"] == llm.encode_chat(USER)[-2:]

@@ -70,7 +70,7 @@ def compare(ours: dict, theirs: dict) -> None:
   for a, b in zip(ours["samples"], theirs["samples"], strict=True):
     for (mine, greedy), (other, also) in zip(a["filtered_resps"], b["filtered_resps"], strict=True):
       worst = max(worst, abs(float(mine) - float(other)))
-      if greedy != also:
+      if str(greedy) != str(also):
         sys.exit(f"document {a['doc_id']}: the likeliest text is another one")
   same = all(ours["scores"][name] == theirs["scores"][name] for name in ("acc,none",
                                                                          "acc_norm,none"))
