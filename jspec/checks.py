@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import pathlib
 import reprlib
 from typing import Any
@@ -82,7 +81,6 @@ def inside(folder: pathlib.Path, name: Any, where: str) -> pathlib.Path:
   return folder / name
 
 
-def is_finite(value: Any) -> bool:
-  """Whether it is a number, and neither infinite nor NaN."""
-  return (isinstance(value, (int, float)) and not isinstance(value, bool)
-          and math.isfinite(value))
+def shown(name: str) -> str:
+  """A name from a file, for a message: of one line, without what would steer a terminal."""
+  return name if name.isprintable() and len(name) <= 120 else reprlib.repr(name)

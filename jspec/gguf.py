@@ -15,7 +15,7 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from gguf.quants import dequantize
 
-from jspec.checks import check_int, refuse_placeholder
+from jspec.checks import check_int, refuse_placeholder, shown
 from jspec.config import ModelConfig
 from jspec.hf_config import model_config_from_gguf
 from jspec.weights import (
@@ -127,10 +127,10 @@ def read_gguf(path: str | pathlib.Path) -> GGUFFile:
     tensors[name] = tensor = GGUFTensor(_known_kind(path, name, kind), shape, data + offset)
     block = GGML_QUANT_SIZES[tensor.kind][0]
     if not shape or shape[-1] % block:
-      raise WeightsError(f"{path}: tensor {name} has shape {shape}, {tensor.kind.name} needs rows "
-                         f"of a multiple of {block} numbers")
+      raise WeightsError(f"{path}: tensor {shown(name)} has shape {shape}, {tensor.kind.name} "
+                         f"needs rows of a multiple of {block} numbers")
     if tensor.offset + _num_bytes(tensor) > size:
-      raise WeightsError(f"{path} is truncated: tensor {name} ends at byte "
+      raise WeightsError(f"{path} is truncated: tensor {shown(name)} ends at byte "
                          f"{tensor.offset + _num_bytes(tensor)}, the file at {size}")
   return GGUFFile(path, metadata, tensors)
 
@@ -138,8 +138,8 @@ def read_gguf(path: str | pathlib.Path) -> GGUFFile:
 def _tensor_entry(cursor: _Cursor) -> tuple[str, int, tuple[int, ...], int]:
   name, num_axes = cursor.text(), cursor.unpack("I")
   if num_axes > _MAX_AXES:
-    raise WeightsError(f"{cursor.path}: tensor {name} has {num_axes} axes, at most {_MAX_AXES} are "
-                       "supported")
+    raise WeightsError(f"{cursor.path}: tensor {shown(name)} has {num_axes} axes, at most "
+                       f"{_MAX_AXES} are supported")
   shape = tuple(cursor.unpack("Q") for _ in range(num_axes))[::-1]
   return name, cursor.unpack("I"), shape, cursor.unpack("Q")
 
@@ -147,8 +147,8 @@ def _tensor_entry(cursor: _Cursor) -> tuple[str, int, tuple[int, ...], int]:
 def _known_kind(path: pathlib.Path, name: str, kind: int) -> GGMLQuantizationType:
   known = {item.value: item.name for item in GGMLQuantizationType}
   if known.get(kind) not in SUPPORTED_QUANTISATIONS:
-    raise WeightsError(f"{path}: tensor {name} is quantised as {known.get(kind, f'type {kind}')}; "
-                       f"supported: {', '.join(SUPPORTED_QUANTISATIONS)}")
+    raise WeightsError(f"{path}: tensor {shown(name)} is quantised as "
+                       f"{known.get(kind, f'type {kind}')}; supported: {', '.join(SUPPORTED_QUANTISATIONS)}")
   return GGMLQuantizationType(kind)
 
 

@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 import tqdm
 
-from jspec.checks import check_int, inside, read_json, refuse_placeholder
+from jspec.checks import check_int, inside, read_json, refuse_placeholder, shown
 from jspec.config import DTYPES, ModelConfig
 
 T = TypeVar("T")
@@ -209,7 +209,7 @@ def check_tensors(source: TensorSource, config: ModelConfig) -> None:
     raise WeightsError(f"{source.where}: missing {_some(missing)}")
   for name, shape in needed.items():
     if source.shapes[name] != shape:
-      raise WeightsError(f"{source.where}: tensor {name} has shape {source.shapes[name]}, "
+      raise WeightsError(f"{source.where}: tensor {shown(name)} has shape {source.shapes[name]}, "
                          f"the config needs {shape}")
   extra = [name for name in source.shapes if name not in needed and not source.harmless(name)]
   if extra:
@@ -219,7 +219,7 @@ def check_tensors(source: TensorSource, config: ModelConfig) -> None:
 
 def _some(names: list[str]) -> str:
   rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
-  return f"tensor {', '.join(names[:3])}{rest}"
+  return f"tensor {', '.join(map(shown, names[:3]))}{rest}"
 
 
 def safetensors_source(source: str | pathlib.Path | Iterable[str | pathlib.Path],
@@ -355,18 +355,18 @@ def _tensor(file: pathlib.Path, name: str, entry: Any, start: int, size: int) ->
     for number in (*shape, begin, end):
       check_int("number", number, 0)
   except (KeyError, TypeError, ValueError):
-    raise WeightsError(f"{file}: the safetensors header is damaged: tensor {name} is "
+    raise WeightsError(f"{file}: the safetensors header is damaged: tensor {shown(name)} is "
                        f"{entry!r:.80}, not a dtype, a shape and two data_offsets") from None
   if kind not in _SAFETENSORS_DTYPES:
-    raise WeightsError(f"{file}: tensor {name} has dtype {kind}; supported: "
+    raise WeightsError(f"{file}: tensor {shown(name)} has dtype {kind}; supported: "
                        f"{', '.join(_SAFETENSORS_DTYPES)}")
   dtype, shape = _SAFETENSORS_DTYPES[kind], tuple(shape)
   if end - begin != math.prod(shape) * dtype.itemsize:
-    raise WeightsError(f"{file}: tensor {name} spans {end - begin} bytes, {kind} {shape} needs "
-                       f"{math.prod(shape) * dtype.itemsize}")
+    raise WeightsError(f"{file}: tensor {shown(name)} spans {end - begin} bytes, {kind} {shape} "
+                       f"needs {math.prod(shape) * dtype.itemsize}")
   if start + end > size:
-    raise WeightsError(f"{file} is truncated: tensor {name} ends at byte {start + end}, the file "
-                       f"at {size}")
+    raise WeightsError(f"{file} is truncated: tensor {shown(name)} ends at byte {start + end}, "
+                       f"the file at {size}")
   return _Tensor(file, dtype, shape, start + begin)
 
 
@@ -385,5 +385,5 @@ def write_safetensors(file: pathlib.Path, shapes: Mapping[str, tuple[int, ...]],
     for name in progress_bar(list(shapes), "converting weights", progress):
       array = np.ascontiguousarray(read(name), np.float32)
       if array.shape != shapes[name]:
-        raise WeightsError(f"tensor {name} has shape {array.shape}, not {shapes[name]}")
+        raise WeightsError(f"tensor {shown(name)} has shape {array.shape}, not {shapes[name]}")
       stream.write(array.data)
