@@ -148,7 +148,8 @@ def _known_kind(path: pathlib.Path, name: str, kind: int) -> GGMLQuantizationTyp
   known = {item.value: item.name for item in GGMLQuantizationType}
   if known.get(kind) not in SUPPORTED_QUANTISATIONS:
     raise WeightsError(f"{path}: tensor {shown(name)} is quantised as "
-                       f"{known.get(kind, f'type {kind}')}; supported: {', '.join(SUPPORTED_QUANTISATIONS)}")
+                       f"{known.get(kind, f'type {kind}')}; "
+                       f"supported: {', '.join(SUPPORTED_QUANTISATIONS)}")
   return GGMLQuantizationType(kind)
 
 
