@@ -27,6 +27,7 @@ from jspec.limits import (
   truncated_prompt,
 )
 from jspec.metrics import Metric, metrics_of
+from jspec.model import with_vocab_size
 from jspec.outputs import RequestOutput
 from jspec.placement import Placement, check_attention, place
 from jspec.plan import CostModel, cpu_cost, cpu_widths
@@ -166,15 +167,21 @@ class LLM:
       raise ValueError(f"there are {len(rates)} synthetic acceptance rates, but drafts are up to "
                        f"{drafter.max_depth} tokens deep")
 
-  def _load_draft(self, name: str | None, placer: Placer) -> tuple[ModelConfig, Any]:
+  def _load_draft(self, name: str | None, placer: Placer) -> tuple[ModelConfig, Any, int]:
+    """With the target's rows of the vocabulary, and how many of them may be drafted.
+
+    Checkpoints of one family pad their vocabulary by different numbers of rows (Qwen2.5 0.5B has
+    151936, 7B 152064, the tokenizer 151665 tokens): rows without a token are never drafted.
+    """
     draft = _placed(self.loaded, placer) if name == self.loaded.name else self._load(name, placer)
-    if draft.config.vocab_size != self.config.vocab_size:
-      raise ValueError(f"draft model {name!r} has a vocabulary of {draft.config.vocab_size} "
-                       f"tokens, the target has {self.config.vocab_size}: they must be the same")
     if draft.tokenizer.vocab_hash() != self.tokenizer.vocab_hash():
       raise ValueError(f"draft model {name!r} has another tokenizer than the target: the same "
                        "token ids stand for other texts")
-    return draft.config, draft.params
+    rows, size = draft.config.vocab_size, self.config.vocab_size
+    if rows != size:
+      draft = _placed(draft._replace(config=dataclasses.replace(draft.config, vocab_size=size),
+                                     params=with_vocab_size(draft.params, size)), placer)
+    return draft.config, draft.params, min(rows, size, self.tokenizer.vocab_size)
 
   # ------------------------------------------------------------ generating
 

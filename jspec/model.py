@@ -165,6 +165,18 @@ def lm_head(params: Params, token: Any = None) -> jax.Array:
   return (params["embed"] if token is None else params["embed"][token]).T
 
 
+def with_vocab_size(params: Params, size: int) -> Params:
+  """The tree with so many rows of the vocabulary: the first ones, or zeros after the last."""
+  def resized(x, axis):
+    x = x[:size] if axis == 0 else x[:, :size]
+    missing = [(0, 0), (0, 0)]
+    missing[axis] = (0, size - x.shape[axis])
+    return jnp.pad(x, missing)
+
+  head = {"head": {"w": resized(params["head"]["w"], 1)}} if "head" in params else {}
+  return {**params, "embed": resized(params["embed"], 0), **head}
+
+
 def dense(x: jax.Array, p: Params, bitwise: bool, dtype: Any = None) -> jax.Array:
   """x [R, in] @ w [in, out] (+ b), summed in float32.
 

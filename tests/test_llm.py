@@ -12,7 +12,6 @@ from tiny_llm import (
   byte_tokenizer,
   greedy,
   is_idle,
-  tiny_config,
   tiny_llm,
   tiny_model,
 )
@@ -240,10 +239,9 @@ def test_an_engine_that_cannot_be_is_refused(options, message):
     LLM(tiny_model(), progress=False, **(OPTIONS | options))
 
 
-def test_a_draft_model_with_another_vocabulary_is_refused(monkeypatch):
+def test_a_draft_model_with_another_tokenizer_is_refused(monkeypatch):
   model = tiny_model()
   others = {
-    "larger": model._replace(config=tiny_config(vocab_size=72), name="larger"),
     "other": model._replace(tokenizer=byte_tokenizer("9876543210"), name="other"),
     "same": model._replace(name="same", tokenizer=byte_tokenizer()),
   }
@@ -253,8 +251,6 @@ def test_a_draft_model_with_another_vocabulary_is_refused(monkeypatch):
     return LLM(model, speculative_config={"model": name, "num_speculative_tokens": 2},
                progress=False, **OPTIONS)
 
-  with pytest.raises(ValueError, match="'larger' has a vocabulary of 72 tokens, the target has 64"):
-    build("larger")
   with pytest.raises(ValueError, match="'other' has another tokenizer"):
     build("other")
   assert build("same").engine.drafter.max_depth == 2

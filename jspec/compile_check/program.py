@@ -171,9 +171,9 @@ def _head(case: Case, num_layers: int) -> tuple[HeadConfig, Any]:
       lambda: init_head(jax.random.key(0), config, jnp.dtype(case.dtype)))
 
 
-def _draft_model(case: Case) -> tuple[ModelConfig, Any]:
+def _draft_model(case: Case) -> tuple[ModelConfig, Any, int]:
   config = models.draft_model_of(case.model)
-  return config, _param_shapes(config, case.dtype)
+  return config, _param_shapes(config, case.dtype), config.vocab_size
 
 
 def _param_shapes(config: ModelConfig, dtype: str) -> Any:

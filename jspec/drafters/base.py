@@ -82,7 +82,8 @@ class DrafterSetup:
   kv_dtype: Any  # of KV pages, see cache.stored_dtype
   bitwise: bool
   attend: Attend  # for models of the drafter's own
-  load_draft: Callable[[str | None], tuple[ModelConfig, Any]]  # model name -> same-vocabulary draft
+  # model name -> a draft with the target's rows of the vocabulary, of which the first n are tokens
+  load_draft: Callable[[str | None], tuple[ModelConfig, Any, int]]
   load_head: Callable[[str | None], tuple[HeadConfig, Any]]  # name -> a head that fits the target
   target_params: Any  # model.py's tree: heads may share its embedding and lm_head
 

@@ -39,12 +39,17 @@ class DraftModelState(flax.struct.PyTreeNode):
 
 def draft_model(config: ModelConfig, widths: tuple[int, ...], page_size: int, dtype,
                 sampled: bool, bitwise: bool = False,
-                attend: Attend = reference.paged_attention, confidence: float = 0.0) -> Drafter:
+                attend: Attend = reference.paged_attention, confidence: float = 0.0,
+                num_tokens: int | None = None) -> Drafter:
   """widths[d] children per node at depth d; all ones is a chain.
 
   Args:
     dtype: of the KV pages. confidence: a chain stops where no token has this probability.
+    num_tokens: only ids below it are drafted, the vocabulary's other rows are padding; None: all.
   """
+  num_tokens = config.vocab_size if num_tokens is None else num_tokens
+  if max(widths) > num_tokens:
+    raise ValueError(f"a draft tree of widths {list(widths)} needs more than {num_tokens} tokens")
   parents = tree.from_widths(widths)
   depth = np.array(tree.depths(parents))
   num_nodes = len(parents)
@@ -63,6 +68,12 @@ def draft_model(config: ModelConfig, widths: tuple[int, ...], page_size: int, dt
     return model.forward(params, config, token, mask, rows, pages, slots.page_table, length,
                          attend=attend, is_chain=is_chain, bitwise=bitwise)
 
+  def token_logits(params, hidden):
+    logits = model.logits(params, config, hidden, bitwise)
+    if num_tokens == config.vocab_size:
+      return logits
+    return jnp.where(jnp.arange(config.vocab_size) < num_tokens, logits, -jnp.inf)
+
   def behind_of(state, slots):
     """At a page's start nothing is owed, there a request may begin: not by the last tenant's."""
     return jnp.where(slots.length % page_size > 0, state.behind[slots.index], 0)
@@ -76,7 +87,7 @@ def draft_model(config: ModelConfig, widths: tuple[int, ...], page_size: int, dt
     hidden, _, pages = run(params, token, tree.chain_mask(b, 2), tree.rows_of_all(keep),
                            state.pages, slots, slots.length - behind)
     hidden = jnp.take_along_axis(hidden.reshape(b, 2, -1), behind[:, None, None], 1)[:, 0]
-    return model.logits(params, config, hidden, bitwise), pages
+    return token_logits(params, hidden), pages
 
   def run_level(params, level, token, mask, pages, slots):
     """Logits [B, nodes, V] after the nodes of one level of the tree."""
@@ -88,8 +99,7 @@ def draft_model(config: ModelConfig, widths: tuple[int, ...], page_size: int, dt
     rows = Rows(jnp.repeat(jnp.arange(b), len(nodes)), jnp.tile(jnp.array(nodes), b),
                 jnp.ones(b * len(nodes), bool), jnp.array(of_node))
     hidden, _, pages = run(params, token, mask, rows, pages, slots, slots.length)
-    logits = model.logits(params, config, hidden, bitwise)
-    return logits.reshape(b, len(nodes), -1), pages
+    return token_logits(params, hidden).reshape(b, len(nodes), -1), pages
 
   def children(logits, width, level, slots):
     """`width` tokens [B, nodes, width] after each node, and q [B, nodes, V] if sampled."""
@@ -179,9 +189,9 @@ def draft_model(config: ModelConfig, widths: tuple[int, ...], page_size: int, dt
 
 def build(setup: DrafterSetup):
   spec = setup.spec
-  config, params = setup.load_draft(spec.model)
+  config, params, num_tokens = setup.load_draft(spec.model)
   widths = spec.tree_widths or (1,) * spec.num_speculative_tokens
   drafter = draft_model(config, widths, setup.page_size, setup.kv_dtype,
                         spec.draft_sample_method == "probabilistic", setup.bitwise, setup.attend,
-                        spec.draft_confidence_threshold)
+                        spec.draft_confidence_threshold, num_tokens)
   return drafter, params
