@@ -156,6 +156,13 @@ class RequestOutput:
     return sum((out.speculation for out in self.outputs[1:]), self.outputs[0].speculation)
 
 
+def raise_failure(output: RequestOutput) -> None:
+  """ValueError if an output failed: for whom a part of an answer is of no use."""
+  for out in output.outputs:
+    if out.finish_reason == "error":
+      raise ValueError(str(out.stop_reason))
+
+
 @dataclasses.dataclass(frozen=True)
 class EngineStats:
   """What an engine has done since its start, and what it is doing."""

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable
 from typing import Any, TextIO
 
-from jspec.outputs import RequestOutput
+from jspec.outputs import RequestOutput, raise_failure
 from jspec.sampling_params import SamplingParams
 from jspec.tokenizer import Detokenizer, Tokenizer
 
@@ -62,6 +62,7 @@ def write_stream(snapshots: Iterable[RequestOutput], tokenizer: Tokenizer, out: 
     out.flush()
   if output is None:
     raise ValueError("the engine returned nothing for this prompt")
+  raise_failure(output)
   return output
 
 

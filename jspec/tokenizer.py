@@ -44,7 +44,8 @@ class Tokenizer:
     if not isinstance(text, str):
       raise ValueError(f"a prompt must be a string, got {type(text).__name__}")
     try:
-      return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+      # A batch of one: other threads run meanwhile, as they don't beside backend.encode.
+      return self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
     except TypeError:  # a lone surrogate: str without a UTF-8 form
       raise ValueError("a prompt must be valid Unicode text") from None
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import io
 
 import jax
 import pytest
 from tiny_llm import byte_tokenizer, greedy, is_idle, tiny_llm, tiny_model
 
-from jspec import AsyncLLM, EngineDead, RequestFailed, SamplingParams
+from jspec import AsyncLLM, EngineDead, RequestFailed, SamplingParams, terminal
 from jspec import engine as engine_module
 from jspec import request as request_module
+from jspec.bench.runner import llm_engine
 from jspec.device import Device
 from jspec.limits import check_tokenizer
 from jspec.llm import LLM
@@ -220,6 +222,17 @@ def test_a_device_that_fails_ends_the_engine(monkeypatch):
   asyncio.run(main())
   for tenant in list(llm.engine.scheduler.running.values()):
     llm.engine.abort(tenant.request)
+
+
+def test_part_of_an_answer_is_no_answer_to_a_terminal_or_a_benchmark(llm, monkeypatch):
+  """They end with the reason, whatever text there is; training.generate asks the same function."""
+  raise_at(monkeypatch, Request, "push", 5, lambda request, new: of_request(request))
+  out = io.StringIO()
+  with pytest.raises(ValueError, match="the request failed: KeyError: 'boom'"):
+    terminal.write_stream(llm.stream("on the one", FAILING), llm.tokenizer, out)
+  assert out.getvalue()
+  with pytest.raises(ValueError, match="the request failed: KeyError: 'boom'"):
+    llm_engine("tiny", llm, FAILING).generate([[5, 6, 7]], 24)
 
 
 # -------------------------------------------------------------- what is refused before the thread

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import pathlib
+import threading
+import time
 
 import numpy as np
 import pytest
 import tokenizers
+from tiny_llm import byte_tokenizer
 
 from jspec.chat_template import render_chat
 from jspec.tokenizer import Detokenizer, Tokenizer, gguf_tokenizer, load_tokenizer
@@ -238,3 +241,14 @@ def test_a_tokenizer_is_saved_and_read_as_it_was(tmp_path):
   assert after.special_tokens == before.special_tokens
   messages = [{"role": "user", "content": "lower 日"}]
   assert after.apply_chat_template(messages) == before.apply_chat_template(messages)
+
+
+def test_other_threads_run_while_a_long_text_is_tokenised():
+  """A tokenizer that kept the interpreter's lock would let them run once or twice, at its ends."""
+  turns, thread = 0, threading.Thread(
+      target=byte_tokenizer().encode, args=("the cat and the hat " * 30_000,))
+  thread.start()
+  while thread.is_alive():
+    turns += 1
+    time.sleep(0.001)
+  assert turns > 5

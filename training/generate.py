@@ -18,6 +18,7 @@ from tqdm import tqdm
 from jspec.config import DTYPES
 from jspec.hub import LoadedModel
 from jspec.llm import LLM
+from jspec.outputs import raise_failure
 from jspec.sampling_params import SamplingParams
 from training import conversations
 from training.conversations import Conversation
@@ -116,6 +117,7 @@ def generate(target: str | LoadedModel, asked: Sequence[Conversation],
               disable=disable) as bar:
       for output in llm.as_completed([p.token for p in todo],
                                      [options.sampling(p.index) for p in todo]):
+        raise_failure(output)
         # The LLM is new: its request ids count the prompts.
         rows.append(_row(todo[int(output.request_id)], output.outputs[0]))
         tokens += len(output.token_ids)

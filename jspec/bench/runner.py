@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from jspec.outputs import SpeculativeStats
+from jspec.outputs import SpeculativeStats, raise_failure
 from jspec.sampling_params import SamplingParams
 
 WARM_UP_TOKENS = 8
@@ -83,8 +83,11 @@ def llm_engine(name: str, llm: Any, params: SamplingParams) -> Engine:
   def generate(prompts: list[list[int]], max_tokens: int) -> list[Sample]:
     limited = dataclasses.replace(params, max_tokens=max_tokens,
                                   min_tokens=min(params.min_tokens, max_tokens))
+    outputs = llm.generate(prompts, limited)
+    for output in outputs:
+      raise_failure(output)
     return [Sample(output.token_ids, output.timing.first_token, output.timing.finished,
-                   output.speculation) for output in llm.generate(prompts, limited)]
+                   output.speculation) for output in outputs]
 
   return Engine(name, generate)
 
