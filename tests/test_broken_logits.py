@@ -14,7 +14,6 @@ from tiny_llm import greedy, is_idle, tiny_llm
 from jspec import sampling, tree
 from jspec.config import Verification
 from jspec.judge import judge
-from jspec.request import NewToken, Request
 from jspec.sampling_params import SamplingParams
 from jspec.types import NO_PARENT, DraftTree
 
@@ -154,8 +153,16 @@ def test_pages_with_a_nan_are_found_by_nobody(monkeypatch):
   assert len(good.token_ids) == 5
 
 
-def test_what_a_stop_string_ended_before_is_no_failure():
+def test_what_a_stop_string_ended_before_is_no_failure(monkeypatch):
+  """The device, one loop ahead, meets the NaN behind the stop string that only the host sees."""
   llm = tiny_llm("none")
-  request = Request("r", 0, (5,), SamplingParams(stop="a"), 9, llm.tokenizer)
-  request.push(NewToken(llm.tokenizer.encode("a")[0]))
-  assert request.finish_reason == "stop" and request.finished
+  [whole] = llm.generate("he", greedy(max_tokens=30, ignore_eos=True))
+  text = llm.tokenizer.decode
+  late = next(i for i in range(2, 30) if text(whole.token_ids[i:i + 1]) not in text(
+      whole.token_ids[:i]))
+  before = llm.engine.stats().corrupted_requests
+  poison(monkeypatch, llm, whole.token_ids[late])
+  params = greedy(max_tokens=30, ignore_eos=True, stop=text(whole.token_ids[late:late + 1]))
+  [out] = llm.generate("he", params)
+  assert (out.finish_reason, out.token_ids) == ("stop", whole.token_ids[:late + 1])
+  assert llm.engine.stats().corrupted_requests == before and is_idle(llm)
