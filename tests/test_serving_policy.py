@@ -115,6 +115,39 @@ def test_cached_tokens_over_grpc_too():
   assert hidden == [None, None] and shown >= 8
 
 
+# ----------------------------------------------------------------------------------------- chats
+
+
+def test_a_chat_template_gets_what_the_client_and_the_operator_say(door, monkeypatch):
+  told = {}
+
+  def encode_chat(messages, add_generation_prompt, **more):
+    told.update(more, messages=messages, opening=add_generation_prompt)
+    return [5]
+
+  monkeypatch.setattr(door.service.engine.llm, "encode_chat", encode_chat)
+  tools = [{"type": "function", "function": {"name": "f"}}]
+  with policy(door, chat_template="{{ x }}", plain_message_content=False):
+    answer = door.post("/v1/chat/completions", messages=USER, max_tokens=1, tools=tools,
+                       tool_choice="none", continue_final_message=True,
+                       chat_template_kwargs={"x": 1})
+    assert answer.status_code == 200
+    assert door.post("/tokenize", messages=USER, chat_template_kwargs={"x": 1},
+                     continue_final_message=True, tools=tools).json()["tokens"] == [5]
+  assert told == dict(
+      messages=USER, opening=False, continue_final_message=True, chat_template="{{ x }}",
+      chat_template_kwargs={"x": 1}, tools=tools, plain_content=False)
+
+
+def test_what_a_template_cannot_write_is_the_requests_fault(door, monkeypatch):
+  def encode_chat(*arguments, **more):
+    raise RecursionError
+
+  monkeypatch.setattr(door.service.engine.llm, "encode_chat", encode_chat)
+  error = error_of(door.post("/v1/chat/completions", messages=USER), 400)
+  assert error["param"] == "messages" and "nested so deeply" in error["message"]
+
+
 # -------------------------------------------------------------------------------------- defaults
 
 
