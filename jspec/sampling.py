@@ -1,11 +1,11 @@
 """From logits to the target distribution p, per tree node, and draws from it.
 
-Plain decoding and verification use the same functions. Order: bad_words, min_tokens, logit_bias ->
-repetition, frequency, presence penalty -> temperature -> min_p -> top_k -> top_p (vLLM V1's; what
-is forbidden stays so whatever comes after it). Penalties and bad_words count the tokens on the
-node's own path. Randomness is a function of (request key, absolute position of the
-token being drawn, role), so a draw does not depend on how many steps led to it, on the batch, or
-on what was drafted.
+Plain decoding and verification use the same functions. Order: allowed_token_ids, bad_words,
+min_tokens, logit_bias -> repetition, frequency, presence penalty -> temperature -> min_p ->
+top_k -> top_p (vLLM V1's; what is forbidden stays so whatever comes after it). Penalties and
+bad_words count the tokens on the node's own path. Randomness is a function of (request key,
+absolute position of the token being drawn, role), so a draw does not depend on how many steps led
+to it, on the batch, or on what was drafted.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ MAX_BAD_WORDS = 16  # of more than one token; single tokens are unlimited
 MAX_BAD_WORD_TOKENS = 8
 MAX_STOPS = 64  # strings, each looked for at every token
 MAX_TOKENS_NAMED = 4096  # in stop_token_ids, and bad words in all
+MAX_TOKENS_ALLOWED = 2**20  # more than any vocabulary has
 MAX_CHARACTERS = 1024  # of a stop string or a bad word
 MAX_CHARACTERS_NAMED = 32768  # of all stop strings, or all bad words, together
 MAX_SEED = MAX_NUMBER = 2**63 - 1  # of any integer
@@ -36,6 +37,7 @@ class SamplingParams:
     presence_penalty, frequency_penalty: subtracted once, or per occurrence in the output.
     logit_bias: token id -> number added to its logit, before the penalties.
     bad_words: texts that are never generated. With and without a space before.
+    allowed_token_ids: no other token is generated, whatever its bias; None allows all.
     min_tokens: no stop token before this many; max_tokens: None is as many as fit.
     stop: strings that end the text (cut off unless include_stop_str_in_output).
     stop_token_ids: tokens that end it, beside the model's own end tokens.
@@ -63,6 +65,7 @@ class SamplingParams:
   frequency_penalty: float = 0.0
   logit_bias: Mapping[int, float] | None = None
   bad_words: Sequence[str] = ()
+  allowed_token_ids: Sequence[int] | None = None
   min_tokens: int = 0
   max_tokens: int | None = 16
   stop: str | Sequence[str] = ()
@@ -100,12 +103,19 @@ class SamplingParams:
     for name in ("stop", "bad_words"):
       if any(not isinstance(text, str) or not text for text in getattr(self, name)):
         raise ValueError(f"{name} must hold non-empty strings, got {shown(getattr(self, name))}")
-    if any(isinstance(t, bool) or not isinstance(t, int) or t < 0 for t in self.stop_token_ids):
-      raise ValueError(f"stop_token_ids must be token ids >= 0, "
-                       f"got {shown(self.stop_token_ids)}")
+    if self.allowed_token_ids is not None:
+      object.__setattr__(self, "allowed_token_ids",
+                         _listed("allowed_token_ids", self.allowed_token_ids))
+      if not self.allowed_token_ids:
+        raise ValueError("allowed_token_ids must name at least one token (None allows all), got []")
+    for name in ("stop_token_ids", "allowed_token_ids"):
+      tokens = getattr(self, name) or ()
+      if any(isinstance(t, bool) or not isinstance(t, int) or t < 0 for t in tokens):
+        raise ValueError(f"{name} must be token ids >= 0, got {shown(tokens)}")
     for name, most in (("stop", MAX_STOPS), ("bad_words", MAX_TOKENS_NAMED),
-                       ("stop_token_ids", MAX_TOKENS_NAMED)):
-      if len(getattr(self, name)) > most:
+                       ("stop_token_ids", MAX_TOKENS_NAMED),
+                       ("allowed_token_ids", MAX_TOKENS_ALLOWED)):
+      if len(getattr(self, name) or ()) > most:
         raise ValueError(f"{name} may have {most} entries, got {len(getattr(self, name))}")
     for name in ("stop", "bad_words"):
       sizes = [len(text) for text in getattr(self, name)]

@@ -37,13 +37,15 @@ class RowInputs(NamedTuple):
   not_before_min: np.ndarray  # i32[], tokens forbidden until min_tokens are out
   biased: np.ndarray  # i32[], tokens with a bias
   bias: np.ndarray  # f32[], theirs; -inf for bad words of one token
+  allowed: np.ndarray | None  # i32[], tokens beside which none may be drawn; None: all may
   bad_words: np.ndarray  # i32[MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS], of more tokens than one
 
 
 def row_inputs(params: SamplingParams, tokenizer: Tokenizer, vocab_size: int) -> RowInputs:
   """ValueError for what names a token that the model has not, or exceeds what a slot can hold."""
   for name, tokens in (("logit_bias", params.logit_bias or ()),
-                       ("stop_token_ids", params.stop_token_ids)):
+                       ("stop_token_ids", params.stop_token_ids),
+                       ("allowed_token_ids", params.allowed_token_ids or ())):
     bad = [t for t in tokens if not 0 <= t < vocab_size]
     if bad:
       raise ValueError(f"{name} names token {bad[0]}, but the vocabulary has {vocab_size} tokens")
@@ -53,10 +55,12 @@ def row_inputs(params: SamplingParams, tokenizer: Tokenizer, vocab_size: int) ->
            if all(token < vocab_size for token in word)]
   bias.update((word[0], -math.inf) for word in words if len(word) == 1)
   stops, own = list(params.stop_token_ids), list(tokenizer.eos_ids)
+  _check_choice(params, words, stops + own, vocab_size)
   ids = lambda tokens: np.array(sorted(set(tokens)), np.int32)
   return RowInputs(
       params, ids(stops + ([] if params.ignore_eos else own)), ids(stops + own),
       np.array([*bias], np.int32), np.array([*bias.values()], np.float32),
+      None if params.allowed_token_ids is None else ids(params.allowed_token_ids),
       _word_table([word for word in words if len(word) > 1]))
 
 
@@ -74,6 +78,8 @@ def sampling_row(inputs: RowInputs, prompt_ids: Sequence[int], vocab_size: int,
   flags[list(prompt_ids)] |= IN_PROMPT
   bias = np.zeros(vocab_size, np.float32)
   bias[inputs.biased] = inputs.bias
+  if inputs.allowed is not None:
+    bias[np.isin(np.arange(vocab_size), inputs.allowed, invert=True)] = -np.inf
   recent = np.full(MAX_BAD_WORD_TOKENS - 1, PAD_TOKEN, np.int32)
   tail = [*prompt_ids[-len(recent):], *output_ids][-len(recent):]
   recent[len(recent) - len(tail):] = tail
@@ -103,6 +109,26 @@ def bad_word_ids(words: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
     if spaced[:1] != plain[:1] and len(spaced) == len(plain):
       out.append(spaced)
   return out
+
+
+def _check_choice(params: SamplingParams, words: list[list[int]], ends: list[int],
+                  vocab_size: int) -> None:
+  """ValueError where the request could come to a place at which it forbids every token.
+
+  That is at the start, or after the head of a bad word of more tokens, whoever wrote that head.
+  """
+  early = ends if params.min_tokens else []
+  allowed = None if params.allowed_token_ids is None else set(params.allowed_token_ids)
+  size = vocab_size if allowed is None else len(allowed)
+  if size > len({*early, *(word[-1] for word in words)}):
+    return
+  left = (allowed or set(range(vocab_size))).difference(early)
+  for text in ([], *(word[:-1] for word in words)):
+    completed = {word[-1] for word in words if text[len(text) - len(word) + 1:] == word[:-1]
+                 and len(word) <= len(text) + 1}
+    if left <= completed:
+      raise ValueError(f"allowed_token_ids, bad_words and min_tokens={params.min_tokens} together "
+                       "could leave no token to go on with")
 
 
 def _word_table(words: list[list[int]]) -> np.ndarray:

@@ -100,7 +100,7 @@ class SlotSampling(flax.struct.PyTreeNode):
   min_tokens: jax.Array  # i32[B]
   logprobs: jax.Array  # bool[B], whether the request asked for them
   biased: jax.Array  # bool[B], whether any entry of `bias` is not 0
-  bias: jax.Array  # f32[B, V], logit_bias; -inf for forbidden tokens
+  bias: jax.Array  # f32[B, V], logit_bias; -inf for bad words of one token and what is not allowed
   token_flags: jax.Array  # u8[B, V], STOPS | NOT_BEFORE_MIN | IN_PROMPT of sampling.py
   output_count: jax.Array  # i32[B, V], occurrences among emitted tokens, root included
   bad_words: jax.Array  # i32[B, W, M], multi-token ones, right-aligned, PAD_TOKEN before

@@ -48,6 +48,7 @@ CASES = {
   "frequency_penalty": lambda: (1.5, {}),
   "logit_bias": lambda: ({plain().token_ids[4]: -100.0, 8: 2.5}, {}),
   "bad_words": lambda: ([some_word()], {}),
+  "allowed_token_ids": lambda: ([*range(5, 25)], WARM),
   "min_tokens": lambda: (8, dict(logit_bias={EOS: 50}, ignore_eos=False)),
   "max_tokens": lambda: (9, {}),
   "stop": lambda: ([some_stop(), "qqq"], {}),

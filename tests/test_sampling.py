@@ -258,6 +258,40 @@ def test_sampling_row_of_a_request():
   assert row.recent.tolist() == list(range(33, 40))
 
 
+def test_allowed_tokens_are_the_only_ones_whatever_their_bias():
+  params = SamplingParams(allowed_token_ids=[7, 5, 9, 5], bad_words=["b"],
+                          logit_bias={5: 2.5, 8: 100.0})
+  row = sampling_row(row_inputs(params, byte_tokenizer(), 64), [9, 10], 64)
+  assert np.flatnonzero(np.isfinite(row.bias)).tolist() == [5, 7, 9] and row.biased
+  assert row.bias[[5, 7, 9]].tolist() == [2.5, 0, 0]
+  everything = SamplingParams(allowed_token_ids=range(64))
+  assert not sampling_row(row_inputs(everything, byte_tokenizer(), 64), [9], 64).biased
+  with pytest.raises(ValueError, match="allowed_token_ids names token 64, .* has 64 tokens"):
+    row_inputs(SamplingParams(allowed_token_ids=[3, 64]), byte_tokenizer(), 64)
+
+
+A, Q, W = (byte_tokenizer().encode(letter)[0] for letter in "aqw")
+
+
+@pytest.mark.parametrize("stuck, fields", [
+  (True, dict(allowed_token_ids=[A], bad_words=["a"])),
+  (False, dict(allowed_token_ids=[A, Q], bad_words=["a"])),
+  (True, dict(allowed_token_ids=[EOS], min_tokens=1)), (False, dict(allowed_token_ids=[EOS])),
+  (True, dict(allowed_token_ids=[A, 7], stop_token_ids=[7], bad_words=["a"], min_tokens=2)),
+  (True, dict(allowed_token_ids=[Q], bad_words=["qq"])),  # at its second token
+  (True, dict(allowed_token_ids=[Q, W], bad_words=["qw", "wqq"])),  # after "wq"
+  (False, dict(allowed_token_ids=[Q, W], bad_words=["qq", "ww"])),
+  (False, dict(allowed_token_ids=[Q, W], bad_words=["qw", "wq"])),
+])
+def test_what_could_forbid_every_token_is_refused(stuck, fields):
+  """There is no law to draw from then: taking token 0 would be as wrong as any other."""
+  ask = lambda: row_inputs(SamplingParams(**fields), byte_tokenizer(), 64)
+  if not stuck:
+    return ask()
+  with pytest.raises(ValueError, match="could leave no token to go on with"):
+    ask()
+
+
 def test_bad_words_are_forbidden_with_and_without_a_space_before():
   tokenizer = byte_tokenizer()
   the, spaced = tokenizer.encode("the"), tokenizer.encode(" the")

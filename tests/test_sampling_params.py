@@ -32,6 +32,8 @@ BAD = [  # field, value, the allowed range as the message has it
   ("bad_words", [""], "non-empty strings"), ("bad_words", 5, "list"),
   ("stop_token_ids", [-1], ">= 0"), ("stop_token_ids", ["a"], "token ids"),
   ("stop_token_ids", [True], "token ids"), ("stop_token_ids", 7, "list"),
+  ("allowed_token_ids", [], "at least one token"), ("allowed_token_ids", [-1], ">= 0"),
+  ("allowed_token_ids", 7, "list"), ("allowed_token_ids", ["7"], "token ids"),
   ("logit_bias", [1, 2], "map token ids to numbers"),
   ("logit_bias", {"a": 1}, "map token ids to numbers"),
   ("logit_bias", {1.7: 1}, "map token ids to numbers"),
