@@ -120,6 +120,8 @@ def sampling_message(params: Params) -> pb.SamplingParams:
       if name == "max_tokens":
         message.as_many_as_fit = True
       continue
+    if name == "allowed_token_ids" and not list(value):  # which on the wire allows all
+      raise ValueError("allowed_token_ids: must name at least one token (None allows all), got []")
     if name in ("stop", "bad_words") and isinstance(value, str):
       value = [value]
     one: Any = {name: value}

@@ -57,6 +57,7 @@ CASES = {
   "ignore_eos": lambda: (True, dict(ignore_eos=False, logit_bias={EOS: 5})),
   "logprobs": lambda: (4, SAMPLED),
   "num_speculative_tokens": lambda: (0, {}),
+  "truncate_prompt_tokens": lambda: (4, {}),
   "skip_special_tokens": lambda: (False, dict(logit_bias={1: 8.0})),
 }
 METHODS = ("ngram", "draft_model")

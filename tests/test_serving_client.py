@@ -243,6 +243,7 @@ def test_an_output_keeps_what_the_message_holds():
 @pytest.mark.parametrize("params, message", [
   ({"temprature": 1}, "'temprature' is no sampling parameter; there are n, temperature"),
   ({"top_k": 2**40}, "top_k: "), ({"n": "two"}, "n: "), ({"logit_bias": 3}, "logit_bias: "),
+  ({"allowed_token_ids": []}, "allowed_token_ids: must name"),
   ({"as_many_as_fit": True}, "is no sampling parameter")])
 def test_a_parameter_that_is_none_is_refused_by_name(params, message):
   with pytest.raises(ValueError, match=message):

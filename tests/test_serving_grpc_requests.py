@@ -26,6 +26,7 @@ NOT_THE_DEFAULT = {
   "n": 2, "temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "seed": 2**63 - 2,
   "repetition_penalty": 1.3, "presence_penalty": -0.5, "frequency_penalty": 0.25,
   "logit_bias": {0: -1e18, 7: 0.1}, "bad_words": ("é", "an inn"), "min_tokens": 3,
+  "allowed_token_ids": (9, 0),
   "max_tokens": None, "stop": ("日", "\n"), "stop_token_ids": (5, 0),
   "include_stop_str_in_output": True, "ignore_eos": True, "logprobs": 0,
   "num_speculative_tokens": 0, "skip_special_tokens": False,

@@ -23,6 +23,7 @@ KINDS = [(CompletionRequest, TEXT), (ChatRequest, USER), (ResponsesRequest, INPU
 VALUES = dict(  # other than the defaults, for every field that there is
     n=2, temperature=0.5, top_k=3, top_p=0.5, min_p=0.1, seed=7, repetition_penalty=1.5,
     presence_penalty=1.0, frequency_penalty=-1.0, logit_bias={5: 1.0}, bad_words=["the"],
+    allowed_token_ids=[3, 9],
     min_tokens=2, max_tokens=9, stop=["x"], stop_token_ids=[4], include_stop_str_in_output=True,
     ignore_eos=True, logprobs=3, num_speculative_tokens=1, skip_special_tokens=False,
     truncate_prompt_tokens=4)
