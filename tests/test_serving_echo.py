@@ -15,7 +15,7 @@ from jspec import LLM, SamplingParams
 
 CHAT = "/v1/chat/completions"
 USER = [{"role": "user", "content": "the cat"}]
-GREEDY = dict(temperature=0, max_tokens=10, ignore_eos=True)
+GREEDY = dict(temperature=0, max_tokens=10, ignore_eos=True, skip_special_tokens=False)
 pytestmark = pytest.mark.skipif(
     "prompt_logprobs" not in {f.name for f in dataclasses.fields(SamplingParams)},
     reason="the engine computes none of a prompt")
