@@ -149,7 +149,8 @@ def test_bad_requests_are_refused_with_their_reason():
         await text(engine, "a", greedy(num_speculative_tokens=99))
       first = asyncio.create_task(text(engine, "a", greedy(max_tokens=60, ignore_eos=True),
                                        request_id="x"))
-      await asyncio.sleep(0.05)
+      while not engine.num_requests:
+        await asyncio.sleep(0)
       with pytest.raises(ValueError, match="request_id 'x' is already running"):
         await text(engine, "a", greedy(), request_id="x")
       await first

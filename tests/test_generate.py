@@ -48,7 +48,7 @@ def made(speculation, keywords):
 def shared_llm(target, speculative_config, progress=False, **keywords):
   """For LLM: one for all runs alike, so that its programs are compiled once; as good as new."""
   llm = made(json.dumps(speculative_config), tuple(sorted(keywords.items())))
-  llm._numbers = itertools.count()
+  llm._names = itertools.count()
   return llm
 
 
