@@ -50,18 +50,18 @@ def table(seed, kind="dense"):
   return laws
 
 
-def drafts(parents, q_law):
+def drafts(parents, q_law, vocab=V):
   """Every tuple of draft tokens, the q of each node, the tuple's probability (0 for some)."""
-  out = [((0,), (np.zeros(V),), 1.0)]
+  out = [((0,), (np.zeros(vocab),), 1.0)]
   for i in range(1, len(parents)):
     grown = []
     for tokens, qs, weight in out:
       if parents[i] == NO_PARENT:
-        grown.append(((*tokens, 0), (*qs, np.zeros(V)), weight))
+        grown.append(((*tokens, 0), (*qs, np.zeros(vocab)), weight))
         continue
       elder = [tokens[j] for j in range(1, i) if parents[j] == parents[i]]
       q = q_law(path_of(parents, tokens, parents[i]), elder)
-      grown += [((*tokens, v), (*qs, q), weight * q[v]) for v in range(V)]
+      grown += [((*tokens, v), (*qs, q), weight * q[v]) for v in range(vocab)]
     out = grown
   tokens, qs, weight = zip(*out, strict=True)
   return np.array(tokens), np.array(qs), np.array(weight)
@@ -113,28 +113,42 @@ def emitted_law(parents, p_laws, q_law, point_mass=False):
                     jnp.broadcast_to(jnp.array(parents, jnp.int32), tokens.shape),
                     None if point_mass else jnp.array(qs))
   judge = compiled(rule.verify, rule.residual)
-  run = lambda u, bonus: jax.tree.map(
-      np.array, judge(draft, jnp.log(p).reshape(-1, V), np.arange(size * n).reshape(size, n), u,
-                      np.repeat(bonus[:, None], n, 1)))
+  def run(u, bonus):
+    verdict = judge(draft, jnp.log(p).reshape(-1, V), np.arange(size * n).reshape(size, n), u,
+                    np.repeat(bonus[:, None], n, 1))
+    return jax.tree.map(np.array, (verdict, verdict.num_accepted + 1))
+
+  return law_of(run, tokens, weight, V)
+
+
+def add_bonus(law, run, u, weight, tokens, vocab):
+  """Adds what is emitted with the coins u, by its mass over the uniforms of the bonus token."""
+  size = len(tokens)
+  verdict, count = run(u, np.zeros(size))
+  upto = [bisect(lambda x, v=v: run(u, x)[0].bonus <= v, size) for v in range(vocab)]
+  for v, mass in enumerate(np.diff(upto, axis=0, prepend=0)):
+    for b in np.flatnonzero(weight * mass > 0):
+      path = verdict.path[b, 1:verdict.num_accepted[b] + 1]
+      key = (*tokens[b, path].tolist(), v)[:count[b]]
+      law[key] = law.get(key, 0.0) + weight[b] * mass[b]
+
+
+def law_of(run, tokens, weight, vocab):
+  """{emitted tokens: probability} of draft tokens that have the weights, token by token.
+
+  run: (coins [size, N], uniforms of the bonus token [size]) -> (Verdict, i32[size] emitted tokens).
+  """
+  size, n = tokens.shape
   law = {}
 
   def accepted(u, i):
-    verdict = run(u, np.zeros(size))
+    verdict = run(u, np.zeros(size))[0]
     on_path = (verdict.path == i) & (np.arange(n) <= verdict.num_accepted[:, None])
     return on_path.any(1)
 
-  def bonus(u, weight):
-    verdict = run(u, np.zeros(size))
-    upto = [bisect(lambda x, v=v: run(u, x).bonus <= v, size) for v in range(V)]
-    for v, mass in enumerate(np.diff(upto, axis=0, prepend=0)):
-      for b in np.flatnonzero(weight * mass > 0):
-        path = verdict.path[b, 1:verdict.num_accepted[b] + 1]
-        key = (*tokens[b, path].tolist(), v)
-        law[key] = law.get(key, 0.0) + weight[b] * mass[b]
-
   def visit(u, i, weight):
     if i == n:
-      return bonus(u, weight)
+      return add_bonus(law, run, u, weight, tokens, vocab)
     with_u = lambda x: np.concatenate([u[:, :i], x[:, None], u[:, i + 1:]], 1)
     limit = bisect(lambda x: accepted(with_u(x), i), size)
     for middle, part in ((limit / 2, limit), ((1 + limit) / 2, 1 - limit)):

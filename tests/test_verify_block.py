@@ -36,25 +36,28 @@ def block_law(length, p_laws, q_laws, num_nodes=4, verify=None):
                  for i in range(n)] for t in tokens])
   draft = DraftTree(jnp.array(tokens, jnp.int32),
                     jnp.broadcast_to(jnp.array(parents, jnp.int32), tokens.shape), jnp.array(qs))
-  run = lambda u, bonus: jax.tree.map(np.array, judge(
-      draft, jnp.log(p).reshape(-1, V), np.arange(size * n).reshape(size, n), u,
-      np.repeat(bonus[:, None], n, 1)))
+  def run(u, bonus):
+    verdict = judge(draft, jnp.log(p).reshape(-1, V), np.arange(size * n).reshape(size, n), u,
+                    np.repeat(bonus[:, None], n, 1))
+    return jax.tree.map(np.array, (verdict, verdict.num_accepted + 1))
+
+  return law_of_chain(run, tokens, weight, length, V)
+
+
+def law_of_chain(run, tokens, weight, length, vocab):
+  """As exact.law_of, of chains that are judged as a whole; and the mean accepted number."""
+  size, n = tokens.shape
   law, mean, left = {}, 0.0, weight.copy()
   for i in range(length, -1, -1):
     def coins(x, i=i):
       u = np.full((size, n), NEVER)
       u[:, i] = x
       return u
-    passes = exact.bisect(lambda x, i=i: run(coins(x), x * 0).num_accepted >= i,
+    passes = exact.bisect(lambda x, i=i: run(coins(x), x * 0)[0].num_accepted >= i,
                           size) if i else np.ones(size)
     here, left = left * passes, left * (1 - passes)
     mean += i * here.sum()
-    u = coins(np.minimum(passes / 2, NEVER))
-    upto = [exact.bisect(lambda x, u=u, v=v: run(u, x).bonus <= v, size) for v in range(V)]
-    for v, mass in enumerate(np.diff(upto, axis=0, prepend=0)):
-      for b in np.flatnonzero(here * mass > 0):
-        key = (*tokens[b, 1:i + 1].tolist(), v)
-        law[key] = law.get(key, 0.0) + here[b] * mass[b]
+    exact.add_bonus(law, run, coins(np.minimum(passes / 2, NEVER)), here, tokens, vocab)
   return law, mean
 
 
