@@ -50,6 +50,8 @@ def metrics_of(stats: EngineStats) -> list[Metric]:
                         stats.num_preemptions),
     "corrupted_requests": ("Requests that ended because their logits were NaN or infinite.",
                            stats.corrupted_requests),
+    "failed_requests": ("Requests that were taken and could not be answered.",
+                        dict(stats.finished).get("error", 0)),
     "spec_decode_num_drafts": ("Steps that verified draft tokens, over all slots.",
                                spec.num_drafts),
     "spec_decode_num_draft_tokens": ("Draft tokens verified.", spec.num_draft_tokens),

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import logging
-import pathlib
-import ssl
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import grpc
@@ -17,9 +14,18 @@ from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from jspec import Draining, EngineDead, QueueFull, RequestOutput, SamplingParams, __version__
+from jspec import (
+  Draining,
+  EngineDead,
+  QueueFull,
+  RequestFailed,
+  RequestOutput,
+  SamplingParams,
+  __version__,
+)
 from serving import jspec_pb2 as pb
 from serving.auth import Tokens
+from serving.grpc_options import Options
 from serving.params import (
   BadField,
   check_known,
@@ -38,79 +44,9 @@ FLUSH = 1.0  # seconds at most for the last answers to leave, once all have been
 MAX_DETAILS = 400  # characters of an error: it travels in a header, which may have 8 KiB
 CODES: dict[type[Exception], grpc.StatusCode] = {
   BadField: grpc.StatusCode.INVALID_ARGUMENT, QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
-  Draining: grpc.StatusCode.UNAVAILABLE, EngineDead: grpc.StatusCode.UNAVAILABLE}
-# A client that vanished without a word is noticed after keepalive's time and timeout, and its
-# requests end; clients may ping as often as every ten seconds, streams or not.
-CHANNEL = (("grpc.so_reuseport", 0),  # else two servers could share a port, each unaware
-           ("grpc.keepalive_time_ms", 60_000), ("grpc.keepalive_timeout_ms", 20_000),
-           ("grpc.keepalive_permit_without_calls", 1), ("grpc.http2.max_pings_without_data", 0),
-           ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000))
+  Draining: grpc.StatusCode.UNAVAILABLE, EngineDead: grpc.StatusCode.UNAVAILABLE,
+  RequestFailed: grpc.StatusCode.INTERNAL}
 logger = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-  """How the door is reached.
-
-  Args:
-    port: 0 takes a free one. tokens: bearer tokens, one of which each call must bring; none: open.
-    ssl_certfile, ssl_keyfile: PEM files, the server's certificate with its chain, and its key.
-    ssl_ca_certs: PEM file of those who sign clients' certificates, which are then required.
-    max_message_bytes: of a request; longer ones are refused before they are read.
-  """
-
-  host: str = "127.0.0.1"
-  port: int = 50051
-  tokens: Sequence[str] = dataclasses.field(default=(), repr=False)
-  ssl_certfile: str | pathlib.Path | None = None
-  ssl_keyfile: str | pathlib.Path | None = None
-  ssl_ca_certs: str | pathlib.Path | None = None
-  max_message_bytes: int = 4 << 20
-
-  def __post_init__(self):
-    Tokens(self.tokens)
-    if not 0 <= self.port <= 65535:
-      raise ValueError(f"port must be in 0..65535, got {self.port}")
-    if self.max_message_bytes < 1:
-      raise ValueError(f"max_message_bytes must be >= 1, got {self.max_message_bytes}")
-    if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
-      raise ValueError("ssl_certfile and ssl_keyfile go together, got "
-                       f"{self.ssl_certfile} and {self.ssl_keyfile}")
-    if self.ssl_ca_certs is not None and self.ssl_certfile is None:
-      raise ValueError("ssl_ca_certs needs ssl_certfile and ssl_keyfile: clients show their "
-                       "certificates over TLS only")
-    self.credentials()
-
-  def credentials(self) -> grpc.ServerCredentials | None:
-    """What the files hold, None without any; ValueError where they cannot be used."""
-    if self.ssl_certfile is None or self.ssl_keyfile is None:
-      return None
-    certificate = _read("ssl_certfile", self.ssl_certfile)
-    key = _read("ssl_keyfile", self.ssl_keyfile)
-    # gRPC would accept anything here and refuse every client later.
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:
-      context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile, password=lambda: "")
-    except (ssl.SSLError, ValueError) as error:
-      raise ValueError(f"ssl_certfile={self.ssl_certfile} and ssl_keyfile={self.ssl_keyfile} must "
-                       "be a certificate and its key, in PEM without a passphrase: "
-                       f"{error}") from None
-    if self.ssl_ca_certs is None:
-      return grpc.ssl_server_credentials([(key, certificate)])
-    signers = _read("ssl_ca_certs", self.ssl_ca_certs)
-    try:
-      context.load_verify_locations(self.ssl_ca_certs)
-    except ssl.SSLError as error:
-      raise ValueError(f"ssl_ca_certs={self.ssl_ca_certs} must hold certificates in PEM: "
-                       f"{error}") from None
-    return grpc.ssl_server_credentials([(key, certificate)], signers, require_client_auth=True)
-
-
-def _read(name: str, path: str | pathlib.Path) -> bytes:
-  try:
-    return pathlib.Path(path).read_bytes()
-  except OSError as error:
-    raise ValueError(f"{name}={path} cannot be read: {error.strerror}") from None
 
 
 async def start(service: Service, options: Options | None = None) -> GrpcServer:
@@ -119,7 +55,7 @@ async def start(service: Service, options: Options | None = None) -> GrpcServer:
   credentials = options.credentials()
   server = grpc.aio.server(
       interceptors=[_Guard(Tokens(options.tokens))],
-      options=[*CHANNEL, ("grpc.max_receive_message_length", options.max_message_bytes)])
+      options=options.channel())
   door, checks = _Door(service), health.aio.HealthServicer()
   server.add_generic_rpc_handlers((_handlers(door),))
   health_pb2_grpc.add_HealthServicer_to_server(checks, server)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import os
 import pathlib
 import socket
 import ssl
@@ -71,6 +72,7 @@ async def start(service: Service, options: Options | None = None,
   """
   options = options or Options()
   listener = listener or _bind(options.host, options.port)
+  reusable(listener, True)
   draining = asyncio.Event()
   gate = Gate(make_app(service, draining), Tokens(options.tokens), draining,
               max_body_bytes=options.max_body_bytes, body_timeout=BODY_TIMEOUT)
@@ -115,11 +117,18 @@ class _Uvicorn(uvicorn.Server):
     yield  # signals belong to whoever runs the event loop
 
 
+def reusable(listener: socket.socket, yes: bool) -> None:
+  """Whether the port of this socket, and of the connections it accepts, can be had again while the
+  connections linger. On Windows the option lets others take over a port that is in use."""
+  if os.name == "posix":
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, yes)
+
+
 def _bind(host: str, port: int) -> socket.socket:
   family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
   listener = socket.socket(family, kind, proto)
   try:
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reusable(listener, True)
     listener.bind(address)
   except OSError as error:
     listener.close()

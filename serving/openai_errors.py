@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jspec import Draining, EngineDead, QueueFull
+from jspec import Draining, EngineDead, QueueFull, RequestFailed
 from serving.service import sampling_field
 
 MAX_MESSAGE = 400  # characters: what a client sent is not sent back to it whole
@@ -54,6 +54,8 @@ def refusal(error: Exception, prompt_field: str | None = None,
       # Why an engine died is the log's business.
       message = str(error) if isinstance(error, Draining) else "the engine has stopped"
       return Refused(message, status=503, kind="server_error", code="unavailable")
+    case RequestFailed():  # the engine has logged it
+      return Refused(str(error), status=500, kind="server_error", code="request_failed")
   log.error("a request failed", exc_info=error)
   return Refused("internal error: see the server's log", status=500, kind="server_error",
                  code="internal_error")

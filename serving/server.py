@@ -21,6 +21,7 @@ from typing import Any, NoReturn, Protocol
 
 from jspec import LLM, AsyncLLM, EngineDead, EngineStats
 from serving import grpc_server, http_server
+from serving.http_server import reusable
 from serving.metrics import Metrics
 from serving.service import Policy, Service, model_defaults
 
@@ -92,13 +93,15 @@ def hold_port(host: str, port: int) -> socket.socket:
   except OSError as error:
     raise ValueError(f"--host {host!r} is not an address of this machine: {error.strerror}"
                      ) from None
-  # Connections of a server that was killed linger on its port. Those do not matter, but to see
-  # past them is to share the port with others that do the same: only if need be.
+  # A stopped server's connections linger on its port for a minute, and SO_REUSEADDR sees past them.
+  # Others that have it set could bind the port, too, until somebody listens: so it is tried only if
+  # need be, and goes off again until then. What it must see past had it set: see `reusable`.
   for see_past in (False, True):
     held = socket.socket(family, socket.SOCK_STREAM)
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, see_past)
     try:
+      reusable(held, see_past)
       held.bind(address)
+      reusable(held, False)
       return held
     except OSError as error:
       held.close()

@@ -16,7 +16,14 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 )
 from served import serve
 
-from jspec import CompletionOutput, Draining, EngineDead, EngineStats, RequestOutput
+from jspec import (
+  CompletionOutput,
+  Draining,
+  EngineDead,
+  EngineStats,
+  RequestFailed,
+  RequestOutput,
+)
 from serving import jspec_pb2 as pb
 from serving import jspec_pb2_grpc as pb_grpc
 from serving.auth import Tokens
@@ -281,6 +288,7 @@ def test_after_the_grace_what_still_runs_is_cut_off():
 @pytest.mark.parametrize("error, code, details", [
   (Draining("no more requests"), "UNAVAILABLE", "no more requests"),
   (EngineDead("the engine stopped: why"), "UNAVAILABLE", "the engine stopped: why"),
+  (RequestFailed("the model gave NaN"), "INTERNAL", "the model gave NaN"),
   (KeyError("secret"), "INTERNAL", "the server failed; its log says why")])
 def test_an_engine_that_fails_is_told_from_a_bad_request(error, code, details):
   async def scenario(address, service, server):

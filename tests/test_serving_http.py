@@ -21,6 +21,7 @@ from http_running import COMPLETIONS, JSON, MODEL, Running, error_of, running
 from tiny_llm import tiny_llm
 
 from jspec import RequestOutput
+from jspec.request import Request
 from serving.http_server import Options
 from serving.service import Delta
 
@@ -296,6 +297,30 @@ def test_a_dead_engine_is_unhealthy_and_says_so(server):
       error = error_of(dead.post(COMPLETIONS, prompt="a"), 503)
       assert "engine has stopped" in error["message"] and "secret" not in str(error)
     error_of(httpx.get(dead.url + "/health", trust_env=False), 503)
+
+
+def test_a_request_that_fails_is_told_so_and_the_server_goes_on(server, monkeypatch):
+  push = Request.push
+
+  def failing(request, new):
+    if request.params.seed == 77 and len(request.tokens) == 3:
+      raise KeyError("boom")
+    push(request, new)
+
+  monkeypatch.setattr(Request, "push", failing)
+  fields = {"prompt": "a", "max_tokens": 8, "ignore_eos": True}
+  error = error_of(server.post(COMPLETIONS, seed=77, **fields), 500)
+  assert (error["type"], error["code"]) == ("server_error", "request_failed")
+  assert error["message"].startswith("the request failed: KeyError")
+  events = server.post(COMPLETIONS, seed=77, stream=True, **fields).text.split("\n\n")
+  assert json.loads(events[-2].removeprefix("data: ")) == {"error": error}
+  assert server.post(COMPLETIONS, seed=78, **fields).json()["usage"]["completion_tokens"] == 8
+  with server.client() as client:
+    text = client.get("/metrics").text
+    assert client.get("/health").status_code == 200
+  labels = f'{{engine="0",model_name="{MODEL}"'
+  assert f"jspec:failed_requests_total{labels}}} 2.0" in text
+  assert f'jspec:request_errors_total{labels[:1]}engine="0",error="RequestFailed"' in text
 
 
 # --------------------------------------------------------------------------------- tokens, options
