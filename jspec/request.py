@@ -53,7 +53,8 @@ class Request:
   key: Any = None  # of its random numbers, once it has one
 
   def __post_init__(self):
-    self._detokenizer = Detokenizer(self.tokenizer, self.params.skip_special_tokens)
+    self._detokenizer = Detokenizer(self.tokenizer, self.params.skip_special_tokens,
+                                    self.prompt_ids)
 
   @property
   def finished(self) -> bool:
@@ -68,7 +69,7 @@ class Request:
   def push(self, new: NewToken) -> None:
     """Appends one token; ends the request if it is the last. Later tokens are ignored.
 
-    In this order: a stop token, a stop string, the limit - so text, ids and log-probabilities end
+    In this order: a stop string, a stop token, the limit - so text, ids and log-probabilities end
     at the same token, however many the step emitted.
     """
     if self.finished:
@@ -83,22 +84,18 @@ class Request:
       self.logprob += new.logprob
     own_end = new.token in self.tokenizer.eos_ids and not params.ignore_eos
     stops = own_end or new.token in params.stop_token_ids
-    if stops and not params.include_stop_str_in_output:
-      self.text += self._detokenizer.flush()
-      return self._finish("stop", None if own_end else new.token)
-    seen = len(self.text)
-    self.text += self._detokenizer.push([new.token])
-    if stops:
-      self.text += self._detokenizer.flush()
-      return self._finish("stop", None if own_end else new.token)
     at_limit = len(self.tokens) >= self.limit
-    if at_limit:
+    seen = len(self.text)
+    if not stops or params.include_stop_str_in_output:
+      self.text += self._detokenizer.push([new.token])
+    if stops or at_limit:
       self.text += self._detokenizer.flush()
     if len(self.tokens) > params.min_tokens and self._cut_at_stop_string(seen):
-      return None
-    if at_limit:
+      return
+    if stops:
+      self._finish("stop", None if own_end else new.token)
+    elif at_limit:
       self._finish("length", None)
-    return None
 
   def _cut_at_stop_string(self, seen: int) -> bool:
     """Ends at the first stop string that reaches into the text beyond `seen` characters."""

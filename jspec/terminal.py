@@ -45,13 +45,13 @@ def write_stream(snapshots: Iterable[RequestOutput], tokenizer: Tokenizer, out: 
 
   With show_drafts a character is green where an accepted draft token completed it.
   """
-  output = None
-  detokenizer = Detokenizer(tokenizer)
+  output = detokenizer = None
   drafted: list[bool] = []  # per character of the text
   seen = printed = 0  # tokens, characters
   for output in snapshots:
     completion = output.outputs[0]
     if show_drafts:
+      detokenizer = detokenizer or Detokenizer(tokenizer, prompt_ids=output.prompt_token_ids)
       flags = completion.drafted[seen:]
       for token, flag in zip(completion.token_ids[seen:], flags, strict=True):
         drafted += [flag] * len(detokenizer.push([token]))

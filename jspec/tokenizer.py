@@ -21,7 +21,8 @@ from jspec.checks import check_int, read_json, refuse_placeholder
 # Turn endings that GGUF metadata does not always list, stopped at if they are control tokens.
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
-_MAX_HELD = 16  # tokens; no decoder but byte-level splits a character over more
+_MAX_HELD = 16  # tokens; no decoder that is not known here splits a character over more
+_NO_CHARACTER = "\ufffd"  # what bytes that are no UTF-8 are shown as
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")  # how SentencePiece spells a byte
 
 
@@ -50,7 +51,13 @@ class Tokenizer:
       raise ValueError("a prompt must be valid Unicode text") from None
 
   def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-    return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
+    """The tokens' text; ids without a token have none."""
+    ids = [int(i) for i in ids]
+    text = self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+    if self.has_byte_tokens and _NO_CHARACTER in text:
+      detokenizer = Detokenizer(self, skip_special_tokens)
+      return detokenizer.push(ids) + detokenizer.flush()
+    return text
 
   def apply_chat_template(self, messages: Sequence[Message],
                           add_generation_prompt: bool = True) -> list[int]:
@@ -63,9 +70,9 @@ class Tokenizer:
 
   def token_text(self, token: int) -> str:
     """One token for people to read: its text, or its name if it is special or half a character."""
-    text = self.decode([token], skip_special_tokens=False)
-    spelled = self.backend.id_to_token(token)
-    return (spelled or "") if "\ufffd" in text or not text else text
+    spelled = self.backend.id_to_token(token) or ""
+    text = self._text_within(spelled)
+    return text if text and _NO_CHARACTER not in text else spelled
 
   @functools.cached_property
   def longest_token(self) -> int:
@@ -73,17 +80,41 @@ class Tokenizer:
     return max(map(len, self.backend.get_vocab(with_added_tokens=True)))
 
   def token_bytes(self, token: int) -> bytes | None:
-    """A token's UTF-8, which may be less than a character; None if it has none."""
-    text = self.decode([token], skip_special_tokens=False)
-    if "\ufffd" not in text:
-      return text.encode()
+    """A token's UTF-8, which may be less than a character; None if it has none.
+
+    Those of a text's tokens join to the text, but for a space that the first one may lose.
+    """
     spelled = self.backend.id_to_token(token) or ""
-    if _BYTE_TOKEN.fullmatch(spelled):
+    if self.is_byte_level:
+      return _spelled_bytes(spelled)
+    if self.has_byte_tokens and _BYTE_TOKEN.fullmatch(spelled):
       return bytes.fromhex(spelled[3:5])
-    try:
-      return bytes(map(_BYTE_OF.__getitem__, spelled))
-    except KeyError:
-      return None
+    text = self._text_within(spelled)
+    return None if _NO_CHARACTER in text and _NO_CHARACTER not in spelled else text.encode()
+
+  @functools.cached_property
+  def is_byte_level(self) -> bool:
+    """Whether tokens are spelled in GPT-2's alphabet of 256 bytes."""
+    return isinstance(self._decoder, tokenizers.decoders.ByteLevel)
+
+  @functools.cached_property
+  def has_byte_tokens(self) -> bool:
+    """Whether SentencePiece's <0x41> stands for a byte."""
+    return self.join(["<0x41>"]) == "A"
+
+  @functools.cached_property
+  def _decoder(self) -> Any:
+    return self.backend.decoder
+
+  def join(self, spelled: list[str]) -> str:
+    """The text of tokens that are given as the vocabulary spells them."""
+    return " ".join(spelled) if self._decoder is None else self._decoder.decode(spelled)
+
+  def _text_within(self, spelled: str) -> str:
+    """A token's text where it is not the first, which may lose its space."""
+    if not spelled or self.is_byte_level:
+      return self.join([spelled])
+    return self.join([_NO_CHARACTER, spelled])[len(_NO_CHARACTER):]
 
   @functools.cached_property
   def special_ids(self) -> frozenset[int]:
@@ -112,55 +143,98 @@ class Tokenizer:
 
 
 class Detokenizer:
-  """Text of a growing list of ids: the deltas join to `decode(all ids)`, never half a character.
+  """Text of a growing list of ids, never half a character.
 
-  A byte-level vocabulary is decoded byte by byte. Other decoders treat the first token apart, so
-  the ids since the last delta are decoded after one delta of context: O(1) per token either way.
+  The deltas join to what `decode(prompt_ids + ids)` has beyond `decode(prompt_ids)`. Bytes are
+  decoded one by one, those of byte-level vocabularies and SentencePiece's byte tokens; of these an
+  invalid one is one U+FFFD and leaves its neighbours alone, as in SentencePiece itself (the
+  `tokenizers` library gives up the whole run). Other decoders treat the first token apart, so a
+  token is decoded after those of the last delta: O(1) per token either way.
+
+  Args:
+    prompt_ids: what the text continues; their own text is whole.
   """
 
-  def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True):
-    self._backend = tokenizer.backend
+  def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True,
+               prompt_ids: Sequence[int] = ()):
+    self._tokenizer = tokenizer
     self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
-    self._byte_level = isinstance(self._backend.decoder, tokenizers.decoders.ByteLevel)
     self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-    self._context: list[int] = []  # ids of the last delta
-    self._pending: list[int] = []  # ids without a delta yet
+    self._bytes: list[str] = []  # byte tokens that begin a character
+    self._pending: list[str] = []  # other tokens without a delta yet
+    self._context: list[str] = []  # tokens of the last delta
+    if not tokenizer.is_byte_level:
+      last = next((token for i in reversed(prompt_ids) if (token := self._spelled(i))), None)
+      if last is not None:
+        self._context = [_NO_CHARACTER if _BYTE_TOKEN.fullmatch(last) else last]
 
   def push(self, ids: Iterable[int]) -> str:
     """The text that these ids complete."""
-    ids = [i for i in map(int, ids) if i not in self._skipped and self._spelled(i)]
-    if self._byte_level:
-      return self._utf8.decode(b"".join(map(self._bytes, ids)))
-    self._pending += ids
-    # Whether a run of byte tokens is valid UTF-8 is known only where it ends.
-    if not self._pending or _BYTE_TOKEN.fullmatch(self._spelled(self._pending[-1])):
-      return ""
-    return self._delta(held=_MAX_HELD)
+    tokens = [token for i in ids if (token := self._spelled(int(i))) is not None]
+    if self._tokenizer.is_byte_level:
+      return self._utf8.decode(b"".join(map(_spelled_bytes, tokens)))
+    return "".join(map(self._next, tokens))
 
   def flush(self) -> str:
     """What was held back: the generation is over."""
-    return self._utf8.decode(b"", final=True) if self._byte_level else self._delta(held=0)
+    return self._utf8.decode(b"", final=True) + self._invalid(len(self._bytes)) + self._delta(0)
+
+  def _next(self, token: str) -> str:
+    if not self._tokenizer.has_byte_tokens:
+      self._pending.append(token)
+      return self._delta(held=_MAX_HELD)
+    if _BYTE_TOKEN.fullmatch(token):
+      self._bytes.append(token)
+      return self._characters()
+    text = self._invalid(len(self._bytes))
+    self._pending.append(token)
+    return text + self._delta(held=0)
+
+  def _characters(self) -> str:
+    """What the bytes have come to; the beginning of a character is kept."""
+    text = ""
+    while self._bytes:
+      try:
+        raw = bytes.fromhex("".join(token[3:5] for token in self._bytes))
+        complete, _ = codecs.utf_8_decode(raw, "strict", False)
+      except UnicodeDecodeError:
+        text += self._invalid(1)
+        continue
+      if not complete:
+        break
+      self._pending, self._bytes = self._bytes, []
+      text += self._delta(held=0)
+    return text
+
+  def _invalid(self, count: int) -> str:
+    """The first of the bytes are part of no character."""
+    if count:
+      self._bytes, self._context = self._bytes[count:], [_NO_CHARACTER]
+    return _NO_CHARACTER * count
 
   def _delta(self, held: int) -> str:
-    text = self._decode(self._context + self._pending)
-    if text.endswith("\ufffd") and len(self._pending) < held:
+    """The text of the pending tokens; none if it ends in half a character, up to `held` tokens."""
+    if not self._pending:
       return ""
-    delta = text[len(self._decode(self._context)):]
-    self._context, self._pending = self._pending or self._context, []
+    text = self._tokenizer.join(self._context + self._pending)
+    if text.endswith(_NO_CHARACTER) and len(self._pending) < held:
+      return ""
+    delta = text[len(self._tokenizer.join(self._context)):]
+    before = [] if delta else self._context[-_MAX_HELD:]
+    self._context, self._pending = before + self._pending, []
     return delta
 
-  def _decode(self, ids: list[int]) -> str:
-    return self._backend.decode(ids, skip_special_tokens=False)
+  def _spelled(self, token: int) -> str | None:
+    """None where it has no text: special tokens, ids that only the model's embedding has."""
+    return None if token in self._skipped else self._tokenizer.backend.id_to_token(token)
 
-  def _spelled(self, token: int) -> str:
-    return self._backend.id_to_token(token) or ""
 
-  def _bytes(self, token: int) -> bytes:
-    spelled = self._spelled(token)
-    try:
-      return bytes(map(_BYTE_OF.__getitem__, spelled))
-    except KeyError:  # an added token is spelled as is
-      return spelled.encode()
+def _spelled_bytes(spelled: str) -> bytes:
+  """The bytes of a token of a byte-level vocabulary."""
+  try:
+    return bytes(map(_BYTE_OF.__getitem__, spelled))
+  except KeyError:  # an added token is spelled as is
+    return spelled.encode()
 
 
 def _byte_alphabet() -> dict[str, int]:

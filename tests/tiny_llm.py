@@ -6,28 +6,18 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import tokenizers
-import tokenizers.decoders
-import tokenizers.models
-import tokenizers.pre_tokenizers
+from tiny_tokenizers import EOS as EOS
+from tiny_tokenizers import byte_tokenizer
 
 from jspec.config import ModelConfig
 from jspec.hub import LoadedModel
 from jspec.llm import LLM
 from jspec.model import init_params
 from jspec.sampling_params import SamplingParams
-from jspec.tokenizer import Tokenizer
 
 # Compiler options that undo the flags of conftest.py.
 AS_SHIPPED = {"xla_backend_optimization_level": 3, **(
     {"xla_cpu_use_fusion_emitters": True} if jax.__version__.startswith("0.10.") else {})}
-SPECIAL = ("<|end|>", "<|user|>", "<|bot|>")
-EOS = 0
-MERGES = ("th", "he", "an", "in", "er", "on", "Ġa", "Ġt", "the", "Ġthe", "and")
-CHAT_TEMPLATE = ("{% for m in messages %}{{ '<|user|>' if m.role == 'user' else '<|bot|>' }}"
-                 "{{ m.content }}<|end|>{% endfor %}"
-                 "{% if add_generation_prompt %}<|bot|>{% endif %}")
-
 NAME = "tiny"
 SPECULATION = {
   "none": None,
@@ -37,19 +27,6 @@ SPECULATION = {
 }
 # A pool far larger than needed: copies of it would show, as would writes to pages nobody owns.
 OPTIONS = dict(dtype="float32", max_model_len=96, max_num_seqs=4, page_size=8, num_pages=2048)
-
-
-def byte_tokenizer(extra: str = "0123456789") -> Tokenizer:
-  """64 tokens; 'é' takes two of them, '日' three, '🎉' four."""
-  spelled = [*"abcdefghijklmnopqrstuvwxyz", "Ġ", "Ċ", ".", ",", *"Ã©æĹ¥ðŁİī", *MERGES, *extra]
-  vocab = {token: i for i, token in enumerate([*SPECIAL, *spelled])}
-  pairs = [("t", "h"), ("h", "e"), ("a", "n"), ("i", "n"), ("e", "r"), ("o", "n"), ("Ġ", "a"),
-           ("Ġ", "t"), ("th", "e"), ("Ġ", "the"), ("an", "d")]
-  backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, pairs))
-  backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-  backend.decoder = tokenizers.decoders.ByteLevel()
-  backend.add_special_tokens(list(SPECIAL))
-  return Tokenizer(backend, (EOS,), None, CHAT_TEMPLATE)
 
 
 def tiny_config(**changes) -> ModelConfig:
