@@ -11,7 +11,7 @@ import sys
 import warnings
 from typing import Any, NoReturn
 
-from jspec import terminal
+from jspec import model_names, terminal
 from jspec.config import ATTENTION_BACKENDS, DTYPES, KV_DTYPES, NUMERICS
 from jspec.sampling_params import SamplingParams
 from jspec.spec_parse import parse_speculative
@@ -24,7 +24,7 @@ _OLDER_FLAGS = ("speculative_model", "num_speculative_tokens", "ngram_prompt_loo
                 "ngram_prompt_lookup_min")
 _ENGINE_FLAGS = ("dtype", "max_model_len", "max_num_seqs", "page_size", "kv_cache_dtype",
                  "tensor_parallel_size", "data_parallel_size", "attention_backend", "numerics",
-                 "cache_dir")
+                 "revision", "cache_dir")
 _SAMPLING_FLAGS = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed",
                    "stop", "stop_token_ids", "repetition_penalty", "presence_penalty",
                    "frequency_penalty", "bad_words", "logit_bias", "ignore_eos")
@@ -119,6 +119,8 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
   group = parser.add_argument_group("model and engine")
   group.add_argument("--model", default=DEFAULT_MODEL, help="folder, .gguf file, Hugging Face repo "
                      "id or a name from `jspec models` (default: %(default)s)")
+  group.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hugging Face "
+                     "repo id")
   group.add_argument("--dtype", choices=("auto", *DTYPES))
   group.add_argument("--max-model-len", type=int, help="tokens of prompt and output together")
   group.add_argument("--max-num-seqs", type=int, help="requests in one batch")
@@ -210,7 +212,9 @@ def engine_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def load_llm(model: Any, **keywords: Any):
-  """An engine. Imported here: bad flags and --help need not wait for JAX."""
+  """An engine. Imported here: bad flags, unknown names and --help need not wait for JAX."""
+  if isinstance(model, str):
+    model_names.model_named(model, keywords.get("revision"))
   from jspec.llm import LLM
   return LLM(model, **keywords)
 

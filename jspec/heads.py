@@ -15,7 +15,8 @@ from jspec.config import DTYPES, ModelConfig
 from jspec.head_config import EagleConfig, HeadConfig, MedusaConfig, MlpSpeculatorConfig
 from jspec.head_files import METHODS, HeadFiles, kind_of_head, read_head_files
 from jspec.head_formats import HeadLayout, Leaf, head_layout
-from jspec.hub import may_be_head, resolve_head
+from jspec.hub import resolve_head
+from jspec.model_names import may_be_head
 from jspec.weights import Params, Path, Place, WeightsError, on_device, progress_bar
 
 _log = logging.getLogger("jspec")
@@ -23,7 +24,8 @@ _log = logging.getLogger("jspec")
 
 def load_head(name: str | pathlib.Path, target: ModelConfig, *, method: str | None = None,
               dtype: str = "float32", progress: bool | None = None,
-              put: Place = on_device) -> tuple[HeadConfig, Params]:
+              put: Place = on_device,
+              revision: str | None = None) -> tuple[HeadConfig, Params]:
   """A head that fits the target, and its parameter tree as head_config.py documents it.
 
   Args:
@@ -32,10 +34,11 @@ def load_head(name: str | pathlib.Path, target: ModelConfig, *, method: str | No
     dtype: of matrices and embeddings; norms are float32.
     progress: show a progress bar on stderr; None means only on a terminal.
     put: places a parameter on the device or devices that need it.
+    revision: of a repo id, a branch, tag or commit.
   """
   if dtype not in DTYPES:
     raise ValueError(f"{dtype=} is not one of {', '.join(DTYPES)}")
-  files = read_head_files(resolve_head(name))
+  files = read_head_files(resolve_head(name, revision))
   layout = open_head(files, target, method)
   check_fit(files.where, layout, target)
   if layout.copies:
@@ -44,11 +47,11 @@ def load_head(name: str | pathlib.Path, target: ModelConfig, *, method: str | No
   return layout.config, _read(layout, dtype, progress, put)
 
 
-def detect_method(name: str | pathlib.Path) -> str | None:
+def detect_method(name: str | pathlib.Path, revision: str | None = None) -> str | None:
   """The method that a checkpoint is a head for, None for a plain model."""
   if pathlib.Path(name).suffix == ".gguf" or not may_be_head(name):
     return None
-  return method_of(read_head_files(resolve_head(name)))
+  return method_of(read_head_files(resolve_head(name, revision)))
 
 
 def method_of(files: HeadFiles) -> str | None:

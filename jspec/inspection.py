@@ -12,14 +12,16 @@ from jspec.head_config import EagleConfig, MlpSpeculatorConfig
 from jspec.head_files import HeadFiles, read_head_files
 from jspec.heads import check_fit, method_of, open_head, shared_with_target
 from jspec.hf_config import model_config_from_hf
-from jspec.hub import DEFAULT_MODELS, read_model_config, resolve, resolve_head
+from jspec.hub import read_model_config, resolve, resolve_head
+from jspec.model_names import DEFAULT_MODELS
 from jspec.weights import param_shapes
 
 
 def inspect_checkpoint(name: str, target_name: str,
                        cache_dir: str | pathlib.Path | None = None) -> dict[str, Any]:
   """A JSON object about a head, and whether it fits the target, or about a plain model."""
-  path = resolve(name, cache_dir).path if name in DEFAULT_MODELS else resolve_head(name)
+  embedded = name.lower() in DEFAULT_MODELS
+  path = resolve(name, cache_dir).path if embedded else resolve_head(name)
   if path.suffix == ".gguf":
     return _gguf(name, path)
   files = read_head_files(path)

@@ -81,6 +81,7 @@ class LLM:
     dynamic_speculation: step times are measured, and decide how much is drafted and verified, down
       to nothing while drafts don't pay. Statistics then depend on the machine's load, texts don't.
     seed: of the requests that have none of their own.
+    revision: of a Hugging Face repo id, a branch, tag or commit.
     cache_dir: for downloaded models and compiled programs; None is the user's cache folder.
     progress: show progress bars; None decides by the terminal.
     older_flags: of speculation; and vLLM's arguments that mean nothing here, at the values that
@@ -95,15 +96,17 @@ class LLM:
                max_model_len: int = 2048, max_num_seqs: int = 8, page_size: int = 128,
                num_pages: int = 0, kv_cache_dtype: str = "auto", tensor_parallel_size: int = 1,
                data_parallel_size: int = 1, attention_backend: str = "auto",
-               numerics: str = "fast", enable_prefix_caching: bool = True,
+               numerics: str = "fast", revision: str | None = None,
+               enable_prefix_caching: bool = True,
                max_num_batched_tokens: int = 512, dynamic_speculation: bool = False, seed: int = 0,
                cache_dir: str | pathlib.Path | None = None, progress: bool | None = None,
                **older_flags: Any):
     vllm_arguments.take(older_flags)
-    own_name = model.name if isinstance(model, hub.LoadedModel) else str(model)
+    own = hub.name_of(model, revision)
     self.speculative = parse_speculative(
         dict(speculative_config) if speculative_config is not None else None, older_flags,
-        lambda name: None if name == own_name else heads.detect_method(name))
+        lambda *named: None if named == own else heads.detect_method(*named))
+    self._target_drafts = own == hub.name_of_draft(self.speculative, own)
     if dtype == "auto":
       dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     fields: dict[str, Any] = dict(
@@ -117,12 +120,13 @@ class LLM:
     placements = place(EngineConfig(**fields), jax.default_backend(),
                        self.speculative.draft_tensor_parallel_size)
     _use_compilation_cache(cache_dir)
-    self._load = lambda name, placer: hub.load_model(
-        name, dtype=dtype, cache_dir=cache_dir, progress=progress, placer=placer)
+    self._load = lambda name, revision, placer: hub.load_model(
+        name, dtype=dtype, cache_dir=cache_dir, progress=progress, placer=placer, revision=revision)
     self._load_head = lambda name, method, put: heads.load_head(
-        name, self.config, method=method, dtype=dtype, progress=progress, put=put)
+        name, self.config, method=method, dtype=dtype, progress=progress, put=put,
+        revision=self.speculative.revision)
     self.loaded = _placed(model, placements[0].target) if isinstance(
-        model, hub.LoadedModel) else self._load(model, placements[0].target)
+        model, hub.LoadedModel) else self._load(model, revision, placements[0].target)
     self.config: ModelConfig = self.loaded.config
     self.tokenizer = self.loaded.tokenizer
     check_tokenizer(self.tokenizer, self.config.vocab_size)
@@ -173,7 +177,8 @@ class LLM:
     Checkpoints of one family pad their vocabulary by different numbers of rows (Qwen2.5 0.5B has
     151936, 7B 152064, the tokenizer 151665 tokens): rows without a token are never drafted.
     """
-    draft = _placed(self.loaded, placer) if name == self.loaded.name else self._load(name, placer)
+    draft = _placed(self.loaded, placer) if self._target_drafts else self._load(
+        name, self.speculative.revision, placer)
     if draft.tokenizer.vocab_hash() != self.tokenizer.vocab_hash():
       raise ValueError(f"draft model {name!r} has another tokenizer than the target: the same "
                        "token ids stand for other texts")

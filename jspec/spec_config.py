@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ MANY = 2**30  # more draft tokens than any drafter has
 # Fields that only some methods know -> these methods.
 BELONGS = {
   "model": NEURAL,
+  "revision": NEURAL,
   "prompt_lookup_max": ("ngram",),
   "prompt_lookup_min": ("ngram",),
   "prompt_lookup_latest": ("ngram",),
@@ -69,6 +71,7 @@ class SpeculativeConfig:
   # False: every draft is verified whole, as in vLLM, whatever past acceptance promises.
   adaptive_draft_length: bool = True
   verification: Verification = Verification()
+  revision: str | None = None  # of the model's repository: a branch, tag or commit
 
   def __post_init__(self):
     _check_method(self.method)
@@ -87,6 +90,9 @@ class SpeculativeConfig:
     self._check_belonging()
     if neural and (not isinstance(self.model, str) or not self.model):
       raise ValueError(f"method {self.method!r} needs a model, got {self.model!r}")
+    if self.revision is not None and (not isinstance(self.revision, str) or not self.revision):
+      raise ValueError("revision must be a branch, a tag or a commit, "
+                       f"got {reprlib.repr(self.revision)}")
     if "ngram" in self.parts:
       self._check_ngram()
     if self.method == EXTRACT:

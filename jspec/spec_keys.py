@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-KEYS = ("method", "model", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min",
-        "prompt_lookup_latest", "draft_sample_method", "rejection_sample_method", "tree_widths",
-        "medusa_choices", "speculative_token_tree", "tree_top_k", "tree_total_tokens",
-        "n_candidates", "draft_confidence_threshold", "num_lookup_tokens",
-        "suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests",
-        "suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob",
-        "num_speculative_tokens_per_batch_size", "disable_by_batch_size",
-        "draft_tensor_parallel_size", "acceptance_method", "posterior_threshold",
-        "posterior_alpha", "synthetic_acceptance_rate", "synthetic_acceptance_rates",
-        "synthetic_acceptance_length", "hidden_state_layers", "adaptive_draft_length")
+KEYS = ("method", "model", "revision", "num_speculative_tokens", "prompt_lookup_max",
+        "prompt_lookup_min", "prompt_lookup_latest", "draft_sample_method",
+        "rejection_sample_method", "tree_widths", "medusa_choices", "speculative_token_tree",
+        "tree_top_k", "tree_total_tokens", "n_candidates", "draft_confidence_threshold",
+        "num_lookup_tokens", "suffix_decoding_max_tree_depth",
+        "suffix_decoding_max_cached_requests", "suffix_decoding_max_spec_factor",
+        "suffix_decoding_min_token_prob", "num_speculative_tokens_per_batch_size",
+        "disable_by_batch_size", "draft_tensor_parallel_size", "acceptance_method",
+        "posterior_threshold", "posterior_alpha", "synthetic_acceptance_rate",
+        "synthetic_acceptance_rates", "synthetic_acceptance_length", "hidden_state_layers",
+        "adaptive_draft_length")
 
 # Older spellings -> today's.
 OLDER = {
@@ -56,7 +57,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
   "attention_backend": (),
   "kv_cache_dtype": ("auto",),
   "max_model_len": (),
-  "revision": (),
   "code_revision": (),
   "index_share_for_mtp_iteration": (),
   "disable_padded_drafter_batch": (False,),

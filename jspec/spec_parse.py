@@ -35,6 +35,7 @@ _NAME_HINTS = (("eagle3", "eagle3"), ("eagle-", "eagle"), ("dflash", "dflash"),
                ("dspark", "dspark"), ("medusa", "medusa"))  # in a model's name, as vLLM reads it
 _PASSED = {  # keys that are fields, too -> the field
   "model": "model",
+  "revision": "revision",
   "prompt_lookup_latest": "prompt_lookup_latest",
   "tree_top_k": "tree_top_k",
   "tree_total_tokens": "tree_total_tokens",
@@ -62,17 +63,20 @@ _ACCEPTANCE_METHODS = {"rejection_sampler": "standard",
                        "typical_acceptance_sampler": "lossy_typical"}
 
 
+Detect = Callable[[str, str | None], str | None]  # model, revision -> method
+
+
 def parse_speculative(config: Mapping[str, Any] | None = None,
                       older_flags: Mapping[str, Any] | None = None,
-                      detect: Callable[[str], str | None] | None = None) -> SpeculativeConfig:
+                      detect: Detect | None = None) -> SpeculativeConfig:
   """The speculation that vLLM's keys and older flags ask for; ValueError if jspec can't do it.
 
   Args:
     config: method, model, num_speculative_tokens, ...; dashes and underscores are alike, None
       is the same as leaving a key out.
     older_flags: speculative_model="[ngram]", ngram_prompt_lookup_max=4, ...
-    detect: model -> the method its checkpoint is made for, None for a plain model; by default the
-      model's name is all there is to go by.
+    detect: model and revision -> the method its checkpoint is made for, None for a plain model;
+      by default the model's name is all there is to go by.
   """
   keys = _merged(config, older_flags)
   for key in [key for key in keys if key in NO_EFFECT]:
@@ -148,7 +152,7 @@ def _refuse_unless_neutral(key: str, value: Any) -> None:
                    f"allowed is {options}")
 
 
-def _method(keys: Mapping[str, Any], detect: Callable[[str], str | None] | None) -> str:
+def _method(keys: Mapping[str, Any], detect: Detect | None) -> str:
   method, model = keys.get("method"), keys.get("model")
   if model is not None and not isinstance(model, str):
     raise ValueError(f"the draft model must be a name or a path, got {model!r}")
@@ -156,7 +160,7 @@ def _method(keys: Mapping[str, Any], detect: Callable[[str], str | None] | None)
     raise ValueError(f"speculation with {listed(sorted(keys))} needs a method "
                      f"({listed(METHODS)}) or a draft model")
   if method is None:
-    method = _method_of(str(model), detect)
+    method = _method_of(str(model), keys.get("revision"), detect)
   if isinstance(method, str):  # jspec's n-gram drafter is on the device anyway
     method = "+".join("ngram" if part in ("ngram_gpu", "[ngram]") else part
                       for part in method.split("+"))
@@ -173,12 +177,12 @@ def _method(keys: Mapping[str, Any], detect: Callable[[str], str | None] | None)
   return method
 
 
-def _method_of(model: str, detect: Callable[[str], str | None] | None) -> str:
+def _method_of(model: str, revision: str | None, detect: Detect | None) -> str:
   """The method of a model that is given without one."""
   if model in _NGRAM_NAMES:
     return "ngram"
   if detect is not None:
-    return detect(model) or "draft_model"
+    return detect(model, revision) or "draft_model"
   base = re.split(r"[/\\]", model.rstrip("/\\"))[-1].lower()
   method = next((hinted for hint, hinted in _NAME_HINTS if hint in base), "draft_model")
   if method not in METHODS:

@@ -184,6 +184,7 @@ def loader(arguments: argparse.Namespace) -> Callable[[], Any]:
   engine = cli.engine_arguments(arguments)
   given = {name: value for name in _ENGINE if (value := vars(arguments)[name]) is not None}
   model = _model(arguments)
+  cli.model_names.model_named(model, arguments.revision)
   return lambda: cli.load_llm(model, speculative_config=config, **older, **engine, **given)
 
 

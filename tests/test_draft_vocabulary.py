@@ -91,7 +91,8 @@ def test_padded_models_of_one_tokenizer_draft_for_each_other(monkeypatch, of_tar
       params=model.with_vocab_size(own.params, rows), tokenizer=byte_tokenizer())
   monkeypatch.setattr(hub, "load_model", lambda name, **options: padded(of_draft, name))
   llm = LLM(padded(of_target, NAME), progress=False, **OPTIONS,
-            speculative_config={"model": "draft", "num_speculative_tokens": 3})
+            speculative_config={"method": "draft_model", "model": "org/draft",
+                                "num_speculative_tokens": 3})
   params = llm.engine._params["draft"]
   assert params["embed"].shape[0] == params["head"]["w"].shape[1] == of_target
   if (of_target, of_draft) == (80, 64):  # one is enough: each is a program

@@ -147,7 +147,7 @@ def test_tensors_may_be_spread_over_files(tmp_path):
 def test_repo_ids_fetch_torch_files_only_where_there_are_no_others(tmp_path, monkeypatch):
   asked = []
 
-  def fetch(name, patterns):
+  def fetch(name, patterns, revision):
     asked.append(patterns)
     return tmp_path
 

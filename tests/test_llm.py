@@ -245,13 +245,13 @@ def test_a_draft_model_with_another_tokenizer_is_refused(monkeypatch):
     "other": model._replace(tokenizer=byte_tokenizer("9876543210"), name="other"),
     "same": model._replace(name="same", tokenizer=byte_tokenizer()),
   }
-  monkeypatch.setattr(hub, "load_model", lambda name, **options: others[name])
+  monkeypatch.setattr(hub, "load_model", lambda name, **options: others[name.rpartition("/")[2]])
 
   def build(name):
-    return LLM(model, speculative_config={"model": name, "num_speculative_tokens": 2},
-               progress=False, **OPTIONS)
+    return LLM(model, progress=False, **OPTIONS, speculative_config={
+        "method": "draft_model", "model": f"org/{name}", "num_speculative_tokens": 2})
 
-  with pytest.raises(ValueError, match="'other' has another tokenizer"):
+  with pytest.raises(ValueError, match="'org/other' has another tokenizer"):
     build("other")
   assert build("same").engine.drafter.max_depth == 2
 

@@ -142,6 +142,7 @@ def test_older_speculation_flags_work_as_in_generate(served):
 
 def test_the_model_may_come_without_a_flag_and_its_folder_is_not_told(served, tmp_path):
   (tmp_path / "folder").mkdir()
+  (tmp_path / "folder" / "config.json").write_text("{}")
   llm, settings = served(str(tmp_path / "folder"))
   assert llm["model"] == str(tmp_path / "folder")
   assert settings.model_name == "folder"

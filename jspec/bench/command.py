@@ -47,6 +47,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
   prompts = load_prompts(arguments.dataset, arguments.limit_per_task, arguments.seed or 0,
                          arguments.tasks)
   plain = cli.load_llm(arguments.model, **engine)
+  revision = engine.pop("revision", None)  # the model is loaded now
   speculative = cli.load_llm(plain.loaded, speculative_config=config, **older, **engine)
   tasks, ids, skipped = _encode(plain, prompts, arguments.raw, arguments.max_tokens)
   if not ids:
@@ -56,7 +57,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
   ends = plain.tokenizer.eos_ids
   if arguments.compare == "hf":
     engines += hf_engines(arguments.model, plain.engine.config.dtype, arguments.cache_dir, ends,
-                          params.ignore_eos, arguments.hf_lookup_tokens)
+                          params.ignore_eos, arguments.hf_lookup_tokens, revision)
   environment = report.environment(sys.argv)
   results = _measure(engines, tasks, ids, arguments)
   numbers = {

@@ -27,7 +27,7 @@ def check_hf(params: SamplingParams, batch_size: int) -> None:
 
 
 def hf_engines(name: str, dtype: str, cache_dir: str | None, end_ids: tuple[int, ...],
-               ignore_eos: bool, lookup_tokens: int) -> list[Engine]:
+               ignore_eos: bool, lookup_tokens: int, revision: str | None = None) -> list[Engine]:
   """Two engines over one torch model on the CPU, with as many threads as there are cores."""
   import torch
   import transformers
@@ -35,7 +35,7 @@ def hf_engines(name: str, dtype: str, cache_dir: str | None, end_ids: tuple[int,
   from jspec import hub  # here: it imports JAX
   torch.set_num_threads(cores())
   transformers.utils.logging.disable_progress_bar()
-  files = hub.resolve(name, cache_dir)
+  files = hub.resolve(name, cache_dir, revision=revision)
   folder, options = (files.path, {}) if files.kind == "hf" else (
     files.path.parent, {"gguf_file": files.path.name})
   model = transformers.AutoModelForCausalLM.from_pretrained(
