@@ -64,7 +64,8 @@ class AsyncLLM:
 
   async def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None,
                      request_id: str | None = None, *,
-                     priority: int = 0) -> AsyncGenerator[RequestOutput, None]:
+                     priority: int = 0, cache_salt: str | None = None
+                     ) -> AsyncGenerator[RequestOutput, None]:
     """Snapshots of the request as tokens come, the last one finished.
 
     A reader that falls behind misses snapshots, never tokens: each holds all so far. Leaving the
@@ -74,6 +75,7 @@ class AsyncLLM:
       prompt: text, token ids or a dict, see LLM.generate. request_id: unique among those running;
         None makes one.
       priority: the lower, the sooner; equal ones first come, first served.
+      cache_salt: the prefix cache is shared with requests of the same one only, see LLM.prepare.
 
     Raises:
       ValueError: for what cannot be served as asked. QueueFull, Draining, EngineDead,
@@ -86,7 +88,8 @@ class AsyncLLM:
     self._check_open(params.n)
     request_id = uuid.uuid4().hex if request_id is None else request_id
     # Checking may tokenize a long text: other requests go on meanwhile.
-    group = await asyncio.to_thread(self.llm.prepare, prompt, params, request_id, priority)
+    group = await asyncio.to_thread(self.llm.prepare, prompt, params, request_id, priority,
+                                    cache_salt)
     stream = self._add(group)
     try:
       while True:

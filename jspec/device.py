@@ -17,7 +17,7 @@ from jspec.placement import Placement
 from jspec.plan import StepConfig
 from jspec.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 from jspec.slot_sampling import empty_sampling
-from jspec.types import FirstToken, SlotRequest, SpecState, StepOutput
+from jspec.types import FirstToken, PromptScores, SlotRequest, SpecState, StepOutput
 
 MEASURED_STEPS, MEASUREMENTS = 2, 5  # steps at each width, and how often
 
@@ -47,6 +47,7 @@ class Device:
     self._release = self._jit("release", step.release, 2, 0, has_output=False)
     self._put_table = self._jit("put_table", _put_table, 2, 0, has_output=False)
     self._prefills: dict[int, Any] = {}
+    self._scores: dict[int, Any] = {}
     # The key of a seeded request depends on its seed alone; others each get one of their own.
     self._seed_key = jax.jit(lambda low, high: jax.random.fold_in(jax.random.key(low), high),
                              out_shardings=self._everywhere)
@@ -58,15 +59,18 @@ class Device:
   def _jit(self, name: str, function: Any, num_arguments: int, state_argument: int,
            has_output: bool = True) -> Any:
     """Compiled with its state donated, its output on every device; counts traces."""
+    out = (self._shardings, self._everywhere) if has_output else self._shardings
+    takes = [None] * num_arguments
+    takes[state_argument] = self._shardings
+    return jax.jit(self._counted(name, function), donate_argnums=state_argument,
+                   in_shardings=tuple(takes), out_shardings=out)
+
+  def _counted(self, name: str, function: Any) -> Any:
     def traced(*args):
       self.traces[name] = self.traces.get(name, 0) + 1
       return function(*args)
 
-    out = (self._shardings, self._everywhere) if has_output else self._shardings
-    takes = [None] * num_arguments
-    takes[state_argument] = self._shardings
-    return jax.jit(traced, donate_argnums=state_argument, in_shardings=tuple(takes),
-                   out_shardings=out)
+    return traced
 
   @property
   def is_lost(self) -> bool:
@@ -83,14 +87,22 @@ class Device:
     self.state = self._admit(self.state, np.int32(slot), request)
 
   def prefill(self, size: int, params: Params, slot: int, token: np.ndarray, count: int,
-              draws: bool) -> FirstToken:
+              draws: bool) -> tuple[FirstToken, jax.Array]:
     """The program for chunks of up to `size` tokens; see step.make_prefill."""
     if size not in self._prefills:
       self._prefills[size] = self._jit(
           f"prefill{size}", step.make_prefill(self._step_config, self._drafter, size), 6, 1)
-    self.state, first = self._prefills[size](params, self.state, np.int32(slot), token,
-                                             np.int32(count), np.bool_(draws))
-    return first
+    self.state, out = self._prefills[size](params, self.state, np.int32(slot), token,
+                                           np.int32(count), np.bool_(draws))
+    return out
+
+  def scores(self, size: int, params: Params, hidden: jax.Array, token: np.ndarray) -> PromptScores:
+    """Of a chunk that prefill has just read; see step.make_scores."""
+    if size not in self._scores:
+      score = step.make_scores(self._step_config)
+      self._scores[size] = jax.jit(self._counted(f"scores{size}", score),
+                                   out_shardings=self._everywhere)
+    return self._scores[size](params["target"], hidden, token)
 
   def resume(self, slot: int, root: int, num_output: int) -> None:
     self.state = self._resume(self.state, np.int32(slot), np.int32(root), np.int32(num_output))
@@ -129,7 +141,8 @@ class Device:
     for size in self._config.prefill_chunks:
       yield f"prefill of {size} tokens"
       token = np.zeros(size + 1, np.int32)
-      jax.block_until_ready(self.prefill(size, params, 0, token, 0, False))
+      _, hidden = self.prefill(size, params, 0, token, 0, False)
+      jax.block_until_ready(self.scores(size, params, hidden, token))
     yield "speculation step"
     jax.block_until_ready(self.run(params, 1))
     self.release(0)

@@ -24,12 +24,12 @@ from jspec.page_table import PageTable
 from jspec.placement import Placement
 from jspec.plan import CostModel, step_costs
 from jspec.request import Request, failure
-from jspec.results import Flight, broken_logits, first_of, stats_of, tokens_of
+from jspec.results import Flight, hand_over
 from jspec.sampling_params import MAX_LOGPROBS
 from jspec.scheduler import Scheduler, Tenant
 from jspec.slot_request import prompt_chunk, slot_request
 from jspec.spec_config import SpeculativeConfig
-from jspec.types import FirstToken, StepOutput
+from jspec.types import StepOutput
 
 LOG = logging.getLogger("jspec")
 MAX_STEPS = 16  # of one device loop
@@ -192,29 +192,21 @@ class Engine:
         if self.scheduler.running.get(slot) is tenant:  # neither aborted nor preempted since
           tenant.in_flight -= flight.num_tokens
           with self._blaming(tenant.request):
-            self._take(tenant, out)
+            self._take(tenant, flight, out)
           self._changed[tenant.request] = None
 
-  def _take(self, tenant: Tenant, out: StepOutput | FirstToken) -> None:
+  def _take(self, tenant: Tenant, flight: Flight, out: Any) -> None:
     """Hands tokens to a request; its slot and pages are free if it has ended."""
     request, slot, before = tenant.request, tenant.slot, len(tenant.request.tokens)
-    if isinstance(out, StepOutput):
-      for new in tokens_of(out, slot, request.params.logprobs):
-        request.push(new)
-      stats = stats_of(out, slot, len(request.tokens) - before)
-      request.stats += stats
-      ended, failed = bool(out.finished[slot]), bool(out.failed[slot])
-    else:
-      stats, ended, failed = SpeculativeStats(), bool(out.finished), bool(out.failed)
-      if not failed:
-        request.push(first_of(out, request.params.logprobs))
-    self._count(len(request.tokens) - before, stats)
+    news = hand_over(request, flight, out, slot)
+    request.stats += news.stats
+    self._count(len(request.tokens) - before, news.stats)
     if not request.finished:  # a stop string may have come before what failed
-      if failed:
+      if news.failed:
         self._count(corrupted=1)
-        self.fail(request, broken_logits(len(request.tokens)))
+        self.fail(request, news.failed)
       return
-    if not ended:
+    if not news.ended:
       self.device.release(slot)
     if self.drafter.collect is not None:  # its pages are still its own
       request.hidden_states = self._collect(tenant)
@@ -274,8 +266,12 @@ class Engine:
     is_last = count == left
     if left or not request.tokens:
       draws = is_last and not request.tokens
-      first = self.device.prefill(size, self._step_params(1, EVERYBODY, True), tenant.slot,
-                                  prompt_chunk(tenant, size, count), count, draws)
+      params, chunk = self._step_params(1, EVERYBODY, True), prompt_chunk(tenant, size, count)
+      first, hidden = self.device.prefill(size, params, tenant.slot, chunk, count, draws)
+      scored = range(tenant.done + 1, min(tenant.done + count + 1, len(request.prompt_ids)))
+      if scored and request.lacks_prompt_logprobs:
+        scores = self.device.scores(size, params, hidden, chunk)
+        self._flights.append(Flight({tenant.slot: tenant}, scores, scored=scored))
       if draws:
         self._flights.append(Flight({tenant.slot: tenant}, first))
     tenant.done += count

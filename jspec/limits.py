@@ -18,9 +18,10 @@ def check_request(params: SamplingParams, num_prompt: int, config: EngineConfig,
   if num_prompt == 0:
     raise ValueError("the prompt is empty: at least one token is needed")
   room = config.max_model_len - num_prompt
-  if room < 1:
+  needed = 0 if params.max_tokens == 0 else 1
+  if room < needed:
     raise ValueError(f"the prompt has {num_prompt} tokens, but max_model_len="
-                     f"{config.max_model_len} allows at most {config.max_model_len - 1}")
+                     f"{config.max_model_len} allows at most {config.max_model_len - needed}")
   if params.min_tokens > room:
     raise ValueError(f"min_tokens={params.min_tokens} does not fit: {num_prompt} prompt tokens "
                      f"leave {room} of max_model_len={config.max_model_len}")
@@ -41,11 +42,13 @@ def check_prompt(ids: Sequence[int], vocab_size: int) -> None:
 
 def truncated_prompt(ids: tuple[int, ...], params: SamplingParams,
                      max_model_len: int) -> tuple[int, ...]:
-  """The last params.truncate_prompt_tokens of them; of -1 what leaves room for an answer."""
+  """The last params.truncate_prompt_tokens of them; of -1 what leaves room for an answer, if any.
+  """
   keep = params.truncate_prompt_tokens
   if keep is None:
     return ids
-  return ids[-(max(1, max_model_len - max(1, params.min_tokens)) if keep == -1 else keep):]
+  answer = 0 if params.max_tokens == 0 else max(1, params.min_tokens)
+  return ids[-(max(1, max_model_len - answer) if keep == -1 else keep):]
 
 
 def check_priority(priority: int) -> None:

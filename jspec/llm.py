@@ -198,7 +198,8 @@ class LLM:
     A request that fails while it runs has finish_reason "error", and says why as its stop_reason.
 
     Args:
-      prompts: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; or many of them.
+      prompts: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; or many of them. A
+        dict may have a "cache_salt", see prepare.
       sampling_params: of all prompts, or of each.
       use_tqdm: whether to show a progress bar, or what makes one.
     """
@@ -294,11 +295,15 @@ class LLM:
         listed, listed_params(sampling_params, len(listed)), strict=True)]
 
   def prepare(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None,
-              priority: int = 0) -> Group:
-    """A prompt and its params as requests for the engine; ValueError if they cannot be served."""
+              priority: int = 0, cache_salt: str | None = None) -> Group:
+    """A prompt and its params as requests for the engine; ValueError if they cannot be served.
+
+    cache_salt: the prefix cache is shared with requests of the same one only (None: of none), so
+      that who doesn't know it can't tell by the time it takes what others have asked.
+    """
     added = time.perf_counter()
     check_params(params)
-    given = read_prompt(prompt)
+    given = read_prompt(prompt, cache_salt)
     check_priority(priority)
     if request_id is not None and not isinstance(request_id, str):
       raise ValueError(f"request_id must be a string, got {request_id!r:.60}")
@@ -310,10 +315,11 @@ class LLM:
     name = str(next(self._names)) if request_id is None else request_id
     requests = []
     for i in range(params.n):
-      own = params if params.seed is None else dataclasses.replace(
-          params, seed=(params.seed + i) % (MAX_SEED + 1))
-      requests.append(Request(
-          name, i, ids, own, limit, self.tokenizer, row, next(self._numbers), priority, added))
+      seed = None if params.seed is None else (params.seed + i) % (MAX_SEED + 1)
+      # The prompt is the same for all: what the first one learns of it will do.
+      own = params.clone(seed=seed, prompt_logprobs=None) if i else params
+      requests.append(Request(name, i, ids, own, limit, self.tokenizer, row, next(self._numbers),
+                              priority, given.cache_salt, added))
     return Group(name, given.text, requests)
 
   def _check_characters(self, count: int) -> None:

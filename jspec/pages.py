@@ -99,17 +99,23 @@ class PageAllocator:
 
 
 class PageKeys:
-  """The keys of a text's full pages; each depends on all tokens up to the page's end."""
+  """The keys of a text's full pages; each depends on all tokens up to the page's end.
 
-  def __init__(self, page_size: int):
+  cache_salt: texts have keys in common only where theirs are equal.
+  """
+
+  def __init__(self, page_size: int, cache_salt: str | None = None):
     self._page_size = page_size
     self._keys: list[bytes] = []
+    # Named apart from the pages, so that no tokens stand for a salt.
+    self._salt = b"" if cache_salt is None else hashlib.blake2b(
+        cache_salt.encode("utf-8", "surrogatepass"), digest_size=16, person=b"cache_salt").digest()
 
   def upto(self, text: Sequence[int], count: int) -> list[bytes]:
     """Of the full pages among the first `count` tokens of a text that only ever grows."""
     size = self._page_size
     for start in range(len(self._keys) * size, count - size + 1, size):
-      before = self._keys[-1] if self._keys else b""
+      before = self._keys[-1] if self._keys else self._salt
       page = np.asarray(text[start:start + size], np.int32).tobytes()
       self._keys.append(hashlib.blake2b(before + page, digest_size=16).digest())
     return self._keys[:count // size]

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from jspec.sampling_params import SamplingParams
 
 # Of a dict: "prompt" is text, "prompt_token_ids" are ids; with both the text is for people to read.
+# "cache_salt": see LLM.prepare.
 PromptDict = Mapping[str, Any]
 Prompt = str | Sequence[int] | PromptDict
 Messages = Sequence[Mapping[str, Any]]
@@ -24,8 +25,18 @@ class Given(NamedTuple):
   cache_salt: str | None = None
 
 
-def read_prompt(prompt: Prompt) -> Given:
-  """ValueError for what is no prompt. The ids are not looked at."""
+def read_prompt(prompt: Prompt, cache_salt: str | None = None) -> Given:
+  """ValueError for what is no prompt. The ids are not looked at. cache_salt: unless it has one."""
+  given = _read(prompt)
+  for salt in (given.cache_salt, cache_salt):
+    if salt is not None and (not isinstance(salt, str) or not salt):
+      raise ValueError(f"cache_salt must be text that is not empty, got {reprlib.repr(salt)}")
+  if None not in (given.cache_salt, cache_salt) and given.cache_salt != cache_salt:
+    raise ValueError("the prompt has one cache_salt, and the call another")
+  return given._replace(cache_salt=given.cache_salt or cache_salt)
+
+
+def _read(prompt: Prompt) -> Given:
   if isinstance(prompt, str):
     return Given(prompt, None)
   if not isinstance(prompt, Mapping):
@@ -39,7 +50,6 @@ def read_prompt(prompt: Prompt) -> Given:
   if text is not None and not isinstance(text, str):
     raise ValueError(f"the prompt must be text, got {reprlib.repr(text)}")
   return Given(text, None if ids is None else _ids(ids), prompt.get("cache_salt"))
-
 
 def _ids(ids: Any) -> tuple[int, ...]:
   if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable):

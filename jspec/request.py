@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ from jspec.tokenizer import Detokenizer, Tokenizer
 
 
 class NewToken(NamedTuple):
-  """A token as a step emits it."""
+  """A token as a step emits it, or as it was found in a prompt."""
 
   token: int
   drafted: bool = False
@@ -25,7 +26,7 @@ class NewToken(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Request:
-  """A sequence being generated. `limit` is the most tokens it may have."""
+  """A sequence being generated. `limit` is the most tokens it may have; 0 reads the prompt."""
 
   request_id: str
   index: int  # which of the prompt's n outputs
@@ -36,6 +37,7 @@ class Request:
   row: Any = None  # slot_sampling.RowInputs, of params
   number: int = 0  # sets the draws of requests without a seed apart
   priority: int = 0  # the lower, the sooner
+  cache_salt: str | None = None  # pages are shared with requests of the same one
   added: float = dataclasses.field(default_factory=time.perf_counter)
   admitted_at: float = 0.0  # to its first slot
   first_token_at: float = 0.0
@@ -43,6 +45,9 @@ class Request:
   tokens: list[int] = dataclasses.field(default_factory=list)
   drafted: list[bool] = dataclasses.field(default_factory=list)
   logprobs: list[dict[int, Logprob]] = dataclasses.field(default_factory=list)
+  # Of prompt tokens, as many as are known; before the first one is nothing.
+  prompt_logprobs: list[dict[int, Logprob] | None] = dataclasses.field(
+      default_factory=lambda: [None])
   text: str = ""
   finish_reason: str | None = None
   stop_reason: int | str | None = None
@@ -60,6 +65,20 @@ class Request:
   def finished(self) -> bool:
     return self.finish_reason is not None
 
+  @property
+  def lacks_prompt_logprobs(self) -> bool:
+    """Whether it asked for them, and they are not all there yet."""
+    return (self.params.prompt_logprobs is not None
+            and len(self.prompt_logprobs) < len(self.prompt_ids))
+
+  def read(self, start: int, scored: Sequence[NewToken]) -> None:
+    """Takes in log-probabilities of prompt tokens from `start` on; those it has stay."""
+    known = len(self.prompt_logprobs)
+    if start > known:
+      raise ValueError(f"prompt tokens {known}..{start - 1} have no log-probabilities")
+    for new in scored[known - start:]:
+      self.prompt_logprobs.append(self._logprobs(new, self.params.prompt_logprobs))
+
   def last_tokens(self, count: int) -> tuple[int, ...]:
     """Up to `count` tokens at the end of prompt and output."""
     output = self.tokens[-count:]
@@ -73,14 +92,16 @@ class Request:
     at the same token, however many the step emitted.
     """
     if self.finished:
-      return
+      return None
+    if not self.limit:  # its prompt was to be read, no more
+      return self._finish("length", None)
     params = self.params
     self.tokens.append(new.token)
     self.drafted.append(new.drafted)
     if not self.first_token_at:
       self.first_token_at = time.perf_counter()
     if params.logprobs is not None:
-      self.logprobs.append(self._logprobs(new))
+      self.logprobs.append(self._logprobs(new, params.logprobs))
       self.logprob += new.logprob
     own_end = new.token in self.tokenizer.eos_ids and not params.ignore_eos
     stops = own_end or new.token in params.stop_token_ids
@@ -116,10 +137,10 @@ class Request:
     self.finish_reason, self.stop_reason = reason, stop_reason
     self.finished_at = time.perf_counter()
 
-  def _logprobs(self, new: NewToken) -> dict[int, Logprob]:
+  def _logprobs(self, new: NewToken, num_top: int | None) -> dict[int, Logprob]:
     text = self.tokenizer.token_text
     out = {new.token: Logprob(new.logprob, new.rank, text(new.token))}
-    for rank, (token, logprob) in enumerate(new.top[:self.params.logprobs], 1):
+    for rank, (token, logprob) in enumerate(new.top[:num_top], 1):
       out.setdefault(token, Logprob(logprob, rank, text(token)))
     return out
 
@@ -144,7 +165,7 @@ def failure(error: BaseException) -> str:
 
 @dataclasses.dataclass(eq=False)
 class Group:
-  """A prompt and its n requests."""
+  """A prompt and its n requests, of which the first has the prompt's log-probabilities."""
 
   request_id: str
   prompt: str | None
@@ -181,5 +202,6 @@ class Group:
   def _output(self, outputs: tuple[CompletionOutput, ...], finished: bool,
               timing: Timing) -> RequestOutput:
     first = self.requests[0]
+    known = first.params.prompt_logprobs is not None and not first.lacks_prompt_logprobs
     return RequestOutput(self.request_id, self.prompt, first.prompt_ids, outputs, finished, timing,
-                         first.num_cached_tokens)
+                         first.num_cached_tokens, tuple(first.prompt_logprobs) if known else None)

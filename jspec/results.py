@@ -2,43 +2,66 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jspec.outputs import SpeculativeStats
-from jspec.request import NewToken
+from jspec.request import NewToken, Request
 from jspec.scheduler import Tenant
-from jspec.types import FirstToken, StepOutput
+from jspec.types import FirstToken, PromptScores, StepOutput
 
 
 class Flight(NamedTuple):
   """Results that the device is still computing."""
 
   tenants: dict[int, Tenant]  # by slot, at the time
-  out: StepOutput | FirstToken
+  out: StepOutput | FirstToken | PromptScores
   num_tokens: int = 0  # at most, for each of them
   drafting: bool = True
   started: float = 0.0
   alone: bool = False  # whether the device did nothing else since the loop before
+  scored: range = range(0)  # of the prompt, what PromptScores are about
 
 
-def tokens_of(out: StepOutput, slot: int, num_top: int | None) -> list[NewToken]:
-  """The slot's tokens of a device loop."""
-  tokens = []
-  for i in range(int(out.num_tokens[slot])):
-    top = tuple(zip(out.top_token[slot, i, :num_top].tolist(),
-                    out.top_logprob[slot, i, :num_top].tolist(), strict=True)) if num_top else ()
-    tokens.append(NewToken(int(out.tokens[slot, i]), bool(out.drafted[slot, i]),
-                           float(out.logprob[slot, i]), int(out.rank[slot, i]), top))
-  return tokens
+class News(NamedTuple):
+  """What a request has got from the device."""
+
+  stats: SpeculativeStats = SpeculativeStats()
+  ended: bool = False  # the device is done with its slot
+  failed: str = ""  # why it can't go on
 
 
-def first_of(first: FirstToken, num_top: int | None) -> NewToken:
-  """The token after a prompt."""
-  top = tuple(zip(first.top_token[:num_top].tolist(), first.top_logprob[:num_top].tolist(),
+def hand_over(request: Request, flight: Flight, out: Any, slot: int) -> News:
+  """Gives the request its part of what has landed. out: flight.out in numpy."""
+  params, before = request.params, len(request.tokens)
+  if isinstance(out, PromptScores):
+    start, count = flight.scored.start, len(flight.scored)
+    if out.broken[:count].any():  # of which token it began, a chunk does not tell
+      return News(failed=_broken_logits("tokens of the prompt"))
+    tokens = request.prompt_ids[start:start + count]
+    request.read(start, [_new_token(token, False, out, i, params.prompt_logprobs)
+                         for i, token in enumerate(tokens)])
+    return News()
+  if isinstance(out, FirstToken):
+    stats, ended, failed = SpeculativeStats(), bool(out.finished), bool(out.failed)
+    if not failed:
+      request.push(_new_token(out.token, False, out, (), params.logprobs))
+  else:
+    for i in range(int(out.num_tokens[slot])):
+      request.push(_new_token(out.tokens[slot, i], out.drafted[slot, i], out, (slot, i),
+                              params.logprobs))
+    stats = stats_of(out, slot, len(request.tokens) - before)
+    ended, failed = bool(out.finished[slot]), bool(out.failed[slot])
+  why = _broken_logits(f"token {len(request.tokens) + 1} of the answer") if failed else ""
+  return News(stats, ended, why)
+
+
+def _new_token(token, drafted, out, at: Any, num_top: int | None) -> NewToken:
+  """at: where it stands in the log-probabilities of `out`."""
+  top = tuple(zip(out.top_token[at][:num_top].tolist(), out.top_logprob[at][:num_top].tolist(),
                   strict=True)) if num_top else ()
-  return NewToken(int(first.token), False, float(first.logprob), int(first.rank), top)
+  return NewToken(int(token), bool(drafted), float(out.logprob[at]), int(out.rank[at]), top)
 
 
 def stats_of(out: StepOutput, slot: int, generated: int) -> SpeculativeStats:
@@ -50,7 +73,6 @@ def stats_of(out: StepOutput, slot: int, generated: int) -> SpeculativeStats:
       generated, tuple(accepted.tolist()), tuple(drafted.tolist()))
 
 
-def broken_logits(num_tokens: int) -> str:
-  """What to say where the token after so many of an answer could not be told."""
-  return (f"the model gave NaN or infinite logits for token {num_tokens + 1} of the answer: its "
-          "weights are damaged, or too large for the precision they are computed in")
+def _broken_logits(what: str) -> str:
+  return (f"the model gave NaN or infinite logits for {what}: its weights are damaged, or too "
+          "large for the precision they are computed in")

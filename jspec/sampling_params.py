@@ -38,12 +38,15 @@ class SamplingParams:
     logit_bias: token id -> number added to its logit, before the penalties.
     bad_words: texts that are never generated. With and without a space before.
     allowed_token_ids: no other token is generated, whatever its bias; None allows all.
-    min_tokens: no stop token before this many; max_tokens: None is as many as fit.
+    min_tokens: no stop token before this many; max_tokens: None is as many as fit, 0 reads the
+      prompt and generates nothing.
     stop: strings that end the text (cut off unless include_stop_str_in_output).
     stop_token_ids: tokens that end it, beside the model's own end tokens.
     ignore_eos: go on past the model's end tokens.
     logprobs: log-probabilities of the sampled token and this many likeliest, under the model's
       raw distribution; None returns none.
+    prompt_logprobs: the same of the prompt's tokens but the first; 0 gives the token's own alone.
+      Such a prompt is computed anew, whatever the prefix cache has of it.
     num_speculative_tokens: draft tokens per step for this request, at most the engine's; 0 turns
       speculation off for it.
     skip_special_tokens: leave special tokens out of the text.
@@ -73,6 +76,7 @@ class SamplingParams:
   include_stop_str_in_output: bool = False
   ignore_eos: bool = False
   logprobs: int | None = None
+  prompt_logprobs: int | None = None
   num_speculative_tokens: int | None = None
   skip_special_tokens: bool = True
   truncate_prompt_tokens: int | None = None
@@ -132,9 +136,10 @@ class SamplingParams:
 
   def _check_numbers(self):
     ranges = (("n", 1, MAX_NUMBER), ("top_k", 0, MAX_NUMBER), ("min_tokens", 0, MAX_NUMBER),
-              ("max_tokens", 1, MAX_NUMBER), ("seed", 0, MAX_SEED), ("logprobs", 0, MAX_LOGPROBS),
+              ("max_tokens", 0, MAX_NUMBER), ("seed", 0, MAX_SEED), ("logprobs", 0, MAX_LOGPROBS),
+              ("prompt_logprobs", 0, MAX_LOGPROBS),
               ("num_speculative_tokens", 0, MAX_NUMBER), ("truncate_prompt_tokens", 1, MAX_NUMBER))
-    can_be_none = ("max_tokens", "seed", "logprobs", "num_speculative_tokens",
+    can_be_none = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "num_speculative_tokens",
                    "truncate_prompt_tokens")
     for name, low, high in ranges:
       value = getattr(self, name)

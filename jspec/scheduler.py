@@ -42,6 +42,9 @@ class Tenant:
 class Scheduler:
   """By priority, then first come, first served.
 
+  A request that needs its prompt's log-probabilities has all of it computed: pages that are found
+  again have none. What it writes is found by others.
+
   A request is admitted when a slot is free, and pages for its text and a step beyond it; it gets
   more as it grows. Where none are left, the last in order is preempted: it gives up its slot
   and pages and waits at its old place in the queue, to have its text computed again.
@@ -107,8 +110,8 @@ class Scheduler:
   def _place(self, order: tuple[int, int], request: Request) -> Tenant | None:
     """The request in a free slot, on pages with its text's beginning where these are there."""
     text = [*request.prompt_ids, *request.tokens[:-1]]
-    keys = PageKeys(self.page_size)
-    found = self.allocator.find(keys.upto(text, len(text))) if self.caching else []
+    keys = PageKeys(self.page_size, request.cache_salt)
+    found = self.allocator.find(keys.upto(text, len(text))) if self._looks_up(request) else []
     needed = self._pages(len(text) + self.lookahead) - len(found)
     # The others' next pages: whoever comes in must not throw somebody out at once.
     spare = self.allocator.num_free - self.allocator.num_idle(found) - len(self.running)
@@ -119,9 +122,12 @@ class Scheduler:
     return Tenant(request, self._free_slots.pop(), order, text, pages,
                   len(found) * self.page_size, keys)
 
+  def _looks_up(self, request: Request) -> bool:
+    return self.caching and not request.lacks_prompt_logprobs
+
   def begin(self, tenant: Tenant) -> None:
     """To be called before its first prefill: by now others may have written its beginning."""
-    if not self.caching:
+    if not self._looks_up(tenant.request):
       return
     had = tenant.done // self.page_size
     found = self.allocator.find(tenant.keys.upto(tenant.text, len(tenant.text)))

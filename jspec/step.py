@@ -25,12 +25,16 @@ from jspec.types import (
   Committed,
   DraftTree,
   FirstToken,
+  PromptScores,
   SlotRequest,
   Slots,
   SpecState,
   StepOutput,
   Verdict,
 )
+
+# Rows of the prompt whose logits are there at once: with 150,000 tokens in float32, 38 MB.
+SCORED_ROWS = 64
 
 
 def make_step(config: StepConfig, drafter: Drafter) -> Callable:
@@ -88,12 +92,12 @@ def make_multi_step(config: StepConfig, drafter: Drafter, max_steps: int) -> Cal
 
 
 def make_prefill(config: StepConfig, drafter: Drafter, num_tokens: int) -> Callable:
-  """prefill(params, state, slot, token i32[T + 1], count, is_last) -> (state, FirstToken).
+  """prefill(params, state, slot, token i32[T + 1], count, is_last) -> (state, (first, hidden)).
 
   One chunk of one slot's prompt: a chain whose tokens are all accepted. token[count] is the next
-  chunk's first token; after the last chunk the first output token is drawn instead. A last chunk
-  may be empty where whole pages were there already: then the first token is drawn from what the
-  last page kept.
+  chunk's first token; after the last chunk the first output token is drawn instead, a FirstToken.
+  A last chunk may be empty where whole pages were there already: then the first token is drawn
+  from what the last page kept. hidden [T, E] is for make_scores.
   """
   c = config.model
 
@@ -120,9 +124,36 @@ def make_prefill(config: StepConfig, drafter: Drafter, num_tokens: int) -> Calla
                           feature[None], count[None])
     draft = drafter.observe(params["draft"], state.draft, slots, committed)
     return state.replace(draft=draft, length=state.length.at[slot].add(count),
-                         feature=state.feature.at[slot].set(_last(committed, slots)[0])), first
+                         feature=state.feature.at[slot].set(_last(committed, slots)[0])), (
+                             first, hidden)
 
   return prefill
+
+
+def make_scores(config: StepConfig) -> Callable:
+  """scores(target's params, hidden [T, E], token i32[T + 1]) -> PromptScores of token[1:].
+
+  A program of its own: prefill makes no logits but those of the token to draw. hidden: prefill's.
+  """
+  c = config.model
+
+  def of_rows(params, rows) -> PromptScores:
+    hidden, token = rows
+    logits = model.logits(params, c, hidden, config.bitwise)
+    logprob, rank, top, top_logprob = sampling.logprobs(
+        logits, token, config.max_logprobs, c.vocab_parts)
+    return PromptScores(logprob, rank, top, top_logprob, sampling.broken(logits))
+
+  def scores(params, hidden, token) -> PromptScores:
+    num_tokens = hidden.shape[0]
+    size = min(num_tokens, SCORED_ROWS)
+    blocks = jax.tree.map(
+        lambda x: jnp.pad(x, [(0, -num_tokens % size)] + [(0, 0)] * (x.ndim - 1)).reshape(
+            -1, size, *x.shape[1:]), (hidden, token[1:]))
+    found = jax.lax.map(functools.partial(of_rows, params), blocks)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num_tokens], found)
+
+  return scores
 
 
 def admit(state: SpecState, slot: jax.Array, request: SlotRequest) -> SpecState:

@@ -158,6 +158,19 @@ class FirstToken(flax.struct.PyTreeNode):
   failed: jax.Array  # bool[], there is no token
 
 
+class PromptScores(flax.struct.PyTreeNode):
+  """Tokens that follow those of a prefill's chunk, under the raw logits there; T of the program.
+
+  What lies beyond the chunk's tokens means nothing.
+  """
+
+  logprob: jax.Array  # f32[T], of each token
+  rank: jax.Array  # i32[T], 1 is the most likely
+  top_token: jax.Array  # i32[T, X]
+  top_logprob: jax.Array  # f32[T, X]
+  broken: jax.Array  # bool[T], the logits are NaN or infinite
+
+
 class SlotRequest(flax.struct.PyTreeNode):
   """One request as it enters a slot: a row of each field of SpecState that it decides."""
 

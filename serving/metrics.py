@@ -162,6 +162,8 @@ class _Request:
   def _count_finished(self, seen: _Progress, snapshot: RequestOutput, now: float) -> None:
     metrics, prompt_tokens = self._metrics, len(snapshot.prompt_token_ids)
     admitted = self._start + snapshot.timing.admitted
+    if not seen.tokens:  # then all of it was reading the prompt
+      seen.first = seen.last = now
     metrics.queue_time.observe(snapshot.timing.admitted)
     metrics.prefill_time.observe(max(0.0, seen.first - admitted))
     metrics.decode_time.observe(seen.last - seen.first)

@@ -115,9 +115,8 @@ class Service:
     Raises what AsyncLLM.generate raises. Leaving it ends the request.
     """
     shown: dict[int, CompletionOutput] = {}
-    salt = {} if cache_salt is None else {"cache_salt": cache_salt}
     snapshots = self.engine.generate(prompt, params, request_id=request_id, priority=priority,
-                                     **salt)
+                                     cache_salt=cache_salt)
     with self.metrics.request(params) as observe:
       async with contextlib.aclosing(snapshots):  # leaving it is what frees the slot
         async for output in snapshots:

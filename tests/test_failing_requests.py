@@ -21,8 +21,8 @@ from jspec.request import Group, Request
 from jspec.scheduler import Scheduler
 from jspec.slot_sampling import row_inputs
 
-SEED, LOGPROBS = 77, 7  # of the request that fails: by them its calls are known
-FAILING = SamplingParams(temperature=0.0, seed=SEED, logprobs=LOGPROBS, max_tokens=24,
+SEED = 77  # of the request that fails: by it its calls are known
+FAILING = SamplingParams(temperature=0.0, seed=SEED, logprobs=7, max_tokens=24,
                          skip_special_tokens=False, ignore_eos=True)
 GOOD = [greedy(max_tokens=30, ignore_eos=True), SamplingParams(seed=3, max_tokens=20, logprobs=2),
         SamplingParams(n=2, seed=5, max_tokens=25, ignore_eos=True)]
@@ -45,8 +45,8 @@ SITES = {  # what is made to raise, at which of its calls for the failing reques
   "chunk": (engine_module, "prompt_chunk", 0, lambda tenant, *_: of_tenant(tenant)),
   "publish": (Scheduler, "publish", 0, lambda _, tenant: of_tenant(tenant)),
   "pages": (Scheduler, "grow", 1, lambda _, tenant, num: of_tenant(tenant)),
-  "first token": (engine_module, "first_of", 0, lambda out, top: top == LOGPROBS),
-  "tokens": (engine_module, "tokens_of", 1, lambda out, slot, top: top == LOGPROBS),
+  "first token": (engine_module, "hand_over", 0, lambda request, *_: of_request(request)),
+  "tokens": (engine_module, "hand_over", 1, lambda request, *_: of_request(request)),
   "push": (Request, "push", 5, lambda request, new: of_request(request)),
   "finish": (Scheduler, "finish", 0, lambda _, tenant: of_tenant(tenant)),
   "news": (Group, "news", 1, lambda group: of_request(group.requests[0])),

@@ -131,5 +131,7 @@ def test_keys_depend_on_all_that_came_before():
   keys = lambda text, count: PageKeys(2).upto(text, count)
   assert keys([1, 2, 3, 4, 5], 5) == keys([1, 2, 3, 4, 9, 9], 5)  # the fifth fills no page
   assert len({*keys([1, 2, 3, 4], 4), *keys([1, 9, 3, 4], 4), *keys([3, 4], 2)}) == 5
+  salted = [PageKeys(2, salt).upto([1, 2, 3, 4], 4) for salt in (None, "a", "b", "a")]
+  assert salted[1] == salted[3] and len({key for keys in salted for key in keys}) == 6
   grows = PageKeys(2)
   assert grows.upto([1, 2, 3], 3) + grows.upto([1, 2, 3, 4], 4)[1:] == keys([1, 2, 3, 4], 4)

@@ -8,9 +8,9 @@ import pytest
 
 from jspec.sampling_params import MAX_LOGPROBS, MAX_SEED, SamplingParams
 
-WHOLE = {"n": 1, "top_k": 0, "min_tokens": 0, "max_tokens": 1, "seed": 0, "logprobs": 0,
-         "num_speculative_tokens": 0}  # field: smallest value
-HIGHEST = {"seed": MAX_SEED, "logprobs": MAX_LOGPROBS}
+WHOLE = {"n": 1, "top_k": 0, "min_tokens": 0, "max_tokens": 0, "seed": 0, "logprobs": 0,
+         "prompt_logprobs": 0, "num_speculative_tokens": 0}  # field: smallest value
+HIGHEST = {"seed": MAX_SEED, "logprobs": MAX_LOGPROBS, "prompt_logprobs": MAX_LOGPROBS}
 REAL = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty",
         "frequency_penalty")
 BAD = [  # field, value, the allowed range as the message has it

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 from collections.abc import Iterator
@@ -16,9 +15,6 @@ from jspec import LLM, SamplingParams
 CHAT = "/v1/chat/completions"
 USER = [{"role": "user", "content": "the cat"}]
 GREEDY = dict(temperature=0, max_tokens=10, ignore_eos=True, skip_special_tokens=False)
-pytestmark = pytest.mark.skipif(
-    "prompt_logprobs" not in {f.name for f in dataclasses.fields(SamplingParams)},
-    reason="the engine computes none of a prompt")
 near = functools.partial(pytest.approx, abs=1e-4)  # a batch rounds in another way
 
 

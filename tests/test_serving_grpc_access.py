@@ -47,7 +47,7 @@ class FakeEngine:
   def stats(self):
     return EngineStats()
 
-  async def generate(self, prompt, params, *, request_id, priority):
+  async def generate(self, prompt, params, *, request_id, priority, cache_salt):
     if self.error:
       raise self.error
     yield RequestOutput(request_id, prompt, (1,), (CompletionOutput(0, "a", (3,)),))

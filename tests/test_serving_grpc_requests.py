@@ -28,7 +28,7 @@ NOT_THE_DEFAULT = {
   "logit_bias": {0: -1e18, 7: 0.1}, "bad_words": ("é", "an inn"), "min_tokens": 3,
   "allowed_token_ids": (9, 0),
   "max_tokens": None, "stop": ("日", "\n"), "stop_token_ids": (5, 0),
-  "include_stop_str_in_output": True, "ignore_eos": True, "logprobs": 0,
+  "include_stop_str_in_output": True, "ignore_eos": True, "logprobs": 0, "prompt_logprobs": 0,
   "num_speculative_tokens": 0, "skip_special_tokens": False,
   "truncate_prompt_tokens": -1}
 
@@ -95,7 +95,7 @@ REFUSED = {  # how the refusal begins -> the request
   "params.temperature: temperature must be": request(temperature=-1),
   "params.top_p: top_p must be > 0": request(top_p=0),
   "params.n: n must be": request(n=0),
-  "params.max_tokens: max_tokens must be >= 1": request(max_tokens=0),
+  "params.max_tokens: max_tokens must be >= 0": request(max_tokens=-1),
   "params.temperature: temperature must be a finite": request(temperature=float("inf")),
   "params.logit_bias: logit_bias must be within": request(logit_bias={5: float("nan")}),
   "params.stop: stop must hold non-empty": request(stop=[""]),

@@ -25,7 +25,8 @@ VALUES = dict(  # other than the defaults, for every field that there is
     presence_penalty=1.0, frequency_penalty=-1.0, logit_bias={5: 1.0}, bad_words=["the"],
     allowed_token_ids=[3, 9],
     min_tokens=2, max_tokens=9, stop=["x"], stop_token_ids=[4], include_stop_str_in_output=True,
-    ignore_eos=True, logprobs=3, num_speculative_tokens=1, skip_special_tokens=False,
+    ignore_eos=True, logprobs=3, prompt_logprobs=2, num_speculative_tokens=1,
+    skip_special_tokens=False,
     truncate_prompt_tokens=4)
 # Spelled in another way, or of no use, in /v1/responses.
 OTHERWISE = {"n", "max_tokens", "logprobs", "prompt_logprobs"}

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_llm
+from prompt_oracle import assert_prompt_logprobs
 
 from jspec import attention, sharding
 from jspec.config import EngineConfig
@@ -82,6 +83,8 @@ def test_tokens_are_a_single_devices(method, tp, draft_tp):
   got, llm = answers(method, tp, draft_tp)
   assert_same(got, alone(method))
   assert sum(a.speculation.num_accepted_tokens for a in got) > 0
+  for out in llm.generate(PROMPTS, SamplingParams(max_tokens=0, prompt_logprobs=3)):
+    assert_prompt_logprobs(out, model(), 3)
   (shard,) = {a.sharding.shard_shape(a.shape) for a in llm.engine.device.state.pages.k}
   assert shard == (128, 8, 8 * max(2, tp) // tp)
 
