@@ -9,13 +9,13 @@ import os
 import pathlib
 import sys
 import warnings
-from typing import Any, NoReturn
+from typing import Any
 
-from jspec import model_names, terminal
+from jspec import flags, model_names, terminal, vllm_arguments
 from jspec.config import ATTENTION_BACKENDS, DTYPES, KV_DTYPES, NUMERICS
+from jspec.flags import whole_number as whole_number  # for serving.command
 from jspec.sampling_params import SamplingParams
 from jspec.spec_parse import parse_speculative
-from jspec.vllm_arguments import flag_hints as flag_hints
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141  # exit codes; the last two are 128 + signal
@@ -30,18 +30,13 @@ _SAMPLING_FLAGS = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", 
                    "frequency_penalty", "bad_words", "logit_bias", "ignore_eos")
 
 
-class _Parser(argparse.ArgumentParser):
-  """Errors are exceptions, so that every kind of bad input is reported by the same line."""
-
-  def error(self, message: str) -> NoReturn:
-    raise ValueError(f"{message} (see {self.prog} --help)")
-
-
 def main(argv: list[str] | None = None) -> int:
   """Runs a command and returns its exit code; bad input is one sentence on stderr and code 2."""
   warnings.formatwarning = lambda message, *_, **__: f"jspec: note: {message}\n"
   try:
     arguments = build_parser().parse_args(argv)
+    for note in arguments.notes:
+      print(f"jspec: note: {note}", file=sys.stderr)
     code = arguments.run(arguments)
     sys.stdout.flush()  # here, so that a closed pipe is noticed here
     return code
@@ -58,8 +53,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
   """All commands and flags."""
-  parser = _Parser(prog="jspec", description="Speculative decoding in JAX: the text of the target "
-                   "model, sooner.")
+  parser = flags.Parser(prog="jspec", description="Speculative decoding in JAX: the text of the "
+                        "target model, sooner.")
+  parser.set_defaults(notes=())
   parser.add_argument("--version", action="version", version=f"jspec {version()}")
   commands = parser.add_subparsers(dest="command", metavar="command", required=True)
 
@@ -92,12 +88,21 @@ def build_parser() -> argparse.ArgumentParser:
   add_bench_flags(bench)
   bench.set_defaults(run=run_bench)
 
+  for command in (generate, chat, serve, bench):  # last: what they have themselves is theirs
+    flags.add_vllm_flags(command, vllm_arguments.ARGUMENTS)
+  flags.add_vllm_flags(serve, vllm_arguments.SERVE)
+
   from jspec.compile_check.command import add_compile_check_flags, run_compile_check
   compile_check = commands.add_parser(
     "compile-check", help="compile the step for a TPU or GPU that is not here")
   add_compile_check_flags(compile_check)
   compile_check.set_defaults(run=run_compile_check)
 
+  _add_models(commands)
+  return parser
+
+
+def _add_models(commands: Any) -> None:
   models = commands.add_parser("models", help="list the models known by name")
   models.set_defaults(run=run_models)
   inspect = models.add_subparsers(metavar="command").add_parser(
@@ -111,7 +116,6 @@ def build_parser() -> argparse.ArgumentParser:
                          default=False if command is models else argparse.SUPPRESS)
     command.add_argument("--cache-dir", help="where models are stored",
                          default=None if command is models else argparse.SUPPRESS)
-  return parser
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -122,20 +126,24 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
   group.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hugging Face "
                      "repo id")
   group.add_argument("--dtype", choices=("auto", *DTYPES))
-  group.add_argument("--max-model-len", type=int, help="tokens of prompt and output together")
+  group.add_argument("--max-model-len", type=flags.length, metavar="N", help="tokens of prompt and "
+                     "output together, such as 4096, 4k or 4K; auto: as many as the model was made "
+                     "for")
   group.add_argument("--max-num-seqs", type=int, help="requests in one batch")
   group.add_argument("--page-size", type=int, help="tokens per KV page")
   group.add_argument("--kv-cache-dtype", choices=tuple(KV_DTYPES))
-  group.add_argument("--tensor-parallel-size", type=int, metavar="N",
+  group.add_argument("--tensor-parallel-size", "-tp", type=int, metavar="N",
                      help="devices that share the weights")
-  group.add_argument("--data-parallel-size", type=int, metavar="N",
+  group.add_argument("--data-parallel-size", "-dp", type=int, metavar="N",
                      help="groups of devices that share the requests")
   group.add_argument("--attention-backend", choices=ATTENTION_BACKENDS)
   group.add_argument("--numerics", choices=NUMERICS)
   group.add_argument("--cache-dir", help="where models are stored")
   group = parser.add_argument_group("speculation (default: n-gram prompt lookup)")
-  group.add_argument("--speculative-config", type=json_object, metavar="JSON", help="vLLM's keys, "
-                     'such as \'{"method": "ngram", "num_speculative_tokens": 5}\'')
+  group.add_argument("--speculative-config", "-sc", type=json_object, metavar="JSON",
+                     help="vLLM's keys, such as '{\"method\": \"ngram\", "
+                     "\"num_speculative_tokens\": 5}', or one by one: --speculative-config.method "
+                     "ngram")
   group.add_argument("--no-speculation", action="store_true", help="plain decoding")
   group.add_argument("--speculative-model", metavar="MODEL", help="a draft model or '[ngram]'")
   group.add_argument("--num-speculative-tokens", type=int, metavar="K")
@@ -206,7 +214,7 @@ def engine_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
   given = {name: getattr(arguments, name) for name in _ENGINE_FLAGS}
   for name in ("max_model_len", "max_num_seqs", "page_size", "tensor_parallel_size",
                "data_parallel_size"):
-    if given[name] is not None and given[name] < 1:
+    if given[name] not in (None, "auto") and given[name] < 1:
       raise ValueError(f"--{name.replace('_', '-')} must be >= 1, got {given[name]}")
   return {name: value for name, value in given.items() if value is not None}
 

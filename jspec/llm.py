@@ -64,7 +64,8 @@ class LLM:
       ...); None decodes plainly. The flags from before it (speculative_model="[ngram]", ...) are
       taken as keyword arguments.
     dtype: "float32", "bfloat16", or "auto": float32 on CPU, bfloat16 elsewhere.
-    max_model_len: longest prompt + output, tokens. max_num_seqs: requests run side by side.
+    max_model_len: longest prompt + output, tokens; "auto" (in vLLM also None and -1): as long as
+      the model was made for. max_num_seqs: requests run side by side.
     page_size, num_pages: of the KV cache; num_pages=0 has room for every slot at max_model_len.
     kv_cache_dtype: "auto" is the model's; "int8", "fp8" ("fp8_e4m3") and "fp8_e5m2" keep keys and
       values in 8 bits with a scale for each head and position.
@@ -84,8 +85,8 @@ class LLM:
     revision: of a Hugging Face repo id, a branch, tag or commit.
     cache_dir: for downloaded models and compiled programs; None is the user's cache folder.
     progress: show progress bars; None decides by the terminal.
-    older_flags: of speculation; and vLLM's arguments that mean nothing here, at the values that
-      ask for nothing.
+    older_flags: of speculation; and vLLM's arguments that jspec has not (jspec/vllm_arguments.py):
+      those that change nothing pass, with a warning where they are not at their defaults.
 
   Raises:
     ValueError: for anything that cannot be done exactly as asked, before work is lost.
@@ -93,7 +94,7 @@ class LLM:
 
   def __init__(self, model: str | pathlib.Path | hub.LoadedModel = "smollm2-135m-instruct", *,
                speculative_config: Mapping[str, Any] | None = None, dtype: str = "auto",
-               max_model_len: int = 2048, max_num_seqs: int = 8, page_size: int = 128,
+               max_model_len: int | str | None = 2048, max_num_seqs: int = 8, page_size: int = 128,
                num_pages: int = 0, kv_cache_dtype: str = "auto", tensor_parallel_size: int = 1,
                data_parallel_size: int = 1, attention_backend: str = "auto",
                numerics: str = "fast", revision: str | None = None,
@@ -109,8 +110,9 @@ class LLM:
     self._target_drafts = own == hub.name_of_draft(self.speculative, own)
     if dtype == "auto":
       dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    auto = max_model_len in ("auto", None, -1)
     fields: dict[str, Any] = dict(
-        dtype=dtype, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
+        dtype=dtype, max_model_len=2048 if auto else max_model_len, max_num_seqs=max_num_seqs,
         page_size=page_size, num_pages=num_pages, kv_cache_dtype=kv_cache_dtype,
         tensor_parallel_size=tensor_parallel_size, data_parallel_size=data_parallel_size,
         attention_backend=attention_backend, numerics=numerics, seed=seed,
@@ -128,6 +130,8 @@ class LLM:
     self.loaded = _placed(model, placements[0].target) if isinstance(
         model, hub.LoadedModel) else self._load(model, revision, placements[0].target)
     self.config: ModelConfig = self.loaded.config
+    if auto:
+      fields["max_model_len"] = self.config.max_positions
     self.tokenizer = self.loaded.tokenizer
     check_tokenizer(self.tokenizer, self.config.vocab_size)
     given = self.loaded.params["embed"].dtype

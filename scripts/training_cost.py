@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import statistics
 import time
 
@@ -19,14 +18,11 @@ import numpy as np
 import optax
 
 from jspec import LLM, SamplingParams, hub
+from jspec.bench.report import peak_memory_mib
 from training import config as configuration
 from training import state
 from training.methods import METHODS, make_method
 from training.types import Batch
-
-
-def memory_mib() -> float:
-  return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def random_batch(rows: int, length: int, method, target, stored: bool) -> Batch:
@@ -60,7 +56,8 @@ def training(args, loaded):
         spent.append(time.perf_counter() - began)
       seconds = statistics.median(spent[1:])
       print(f"train {args.method}: {rows} x {length}: {rows * length / seconds:.0f} tokens/s, "
-            f"{seconds:.2f} s per update, {memory_mib():.0f} MiB at most so far", flush=True)
+            f"{seconds:.2f} s per update, {peak_memory_mib() or 0:.0f} MiB at most so far",
+            flush=True)
 
 
 def generation(args, loaded):
@@ -77,7 +74,7 @@ def generation(args, loaded):
     seconds = time.perf_counter() - began
     print(f"generate with hidden states, {size} requests: "
           f"{sum(len(out.token_ids) for out in outputs) / seconds:.0f} tokens/s, prefill of "
-          f"{len(prompt)} included, {memory_mib():.0f} MiB at most so far", flush=True)
+          f"{len(prompt)} included, {peak_memory_mib() or 0:.0f} MiB at most so far", flush=True)
 
 
 def main():

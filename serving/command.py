@@ -38,23 +38,6 @@ _RANGES: dict[str, tuple[float, float]] = {  # destination -> what is allowed
   "max_num_batched_tokens": (1, math.inf), "num_pages": (1, math.inf), "spec_tokens": (1, math.inf),
   "speculative_disable_by_batch_size": (2, math.inf), "drain_timeout": (0, 1e6),
 }
-_INSTEAD = {  # vLLM's flags without a meaning here -> what to do
-  **cli.flag_hints(),
-  "--enable-auto-tool-choice": "tool calls are not supported: leave it out",
-  "--disable-log-requests": "requests are never logged: leave it out",
-  "--enable-log-requests": "requests are never logged: leave it out",
-  "--disable-log-stats": "use --log-level warning",
-  "--uvicorn-log-level": "use --log-level",
-  "--ssl-cert-reqs": "--ssl-ca-certs makes the gRPC port ask for certificates",
-}
-
-
-class _Refused(argparse.Action):
-  """A flag of vLLM's that is refused with a hint."""
-
-  def __call__(self, parser, namespace, values, option_string=None):
-    hint = _INSTEAD[self.option_strings[0]]
-    parser.error(f"{option_string} is vLLM's and has no meaning here: {hint}")
 
 
 def add_serve_flags(parser: argparse.ArgumentParser) -> None:
@@ -65,10 +48,11 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
   group = parser.add_argument_group("scheduling")
   group.add_argument("--max-queue", type=int, default=1024, metavar="N", help="requests that may "
                      "wait for a slot; more are refused (default: %(default)s)")
-  group.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="of prompts, between "
-                     "two steps of the requests that are being answered")
-  group.add_argument("--num-pages", type=int, metavar="N", help="of the KV cache (default: enough "
-                     "for --max-num-seqs requests of --max-model-len tokens)")
+  group.add_argument("--max-num-batched-tokens", type=cli.whole_number, metavar="N", help="of "
+                     "prompts, between two steps of the requests that are being answered")
+  group.add_argument("--num-pages", type=cli.whole_number, metavar="N", help="of the KV "
+                     "cache (default: enough for --max-num-seqs requests of --max-model-len "
+                     "tokens)")
   group.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction,
                      help="keep pages for requests that begin alike (default: yes)")
   group.add_argument("--num-scheduler-steps", type=int, default=1, metavar="N", help="steps "
@@ -86,8 +70,6 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
   group.add_argument("--spec-model", metavar="MODEL", help="model of --speculative-config")
   group.add_argument("--spec-tokens", type=int, metavar="K",
                      help="num_speculative_tokens of --speculative-config")
-  for flag in _INSTEAD:
-    parser.add_argument(flag, nargs="*", action=_Refused, help=argparse.SUPPRESS)
 
 
 def _add_doors(group: Any) -> None:
@@ -99,12 +81,12 @@ def _add_doors(group: Any) -> None:
                      help="0 picks a free one (default: %(default)s)")
   group.add_argument("--no-http", action="store_true", help="gRPC only")
   group.add_argument("--no-grpc", action="store_true", help="HTTP only")
-  group.add_argument("--served-model-name", metavar="NAME",
-                     help="what clients call the model (default: as in --model)")
-  group.add_argument("--api-key", action="append", default=[], metavar="KEY", help="clients must "
-                     "send one of these; may be repeated. Everybody on this machine can see it in "
-                     f"the list of processes: {KEY_VARIABLE} (separated by commas) or "
-                     "--api-key-file can't be seen")
+  group.add_argument("--served-model-name", nargs="+", metavar="NAME", help="what clients call "
+                     "the model; answers have the first name (default: as in --model)")
+  group.add_argument("--api-key", action="extend", nargs="+", default=[], metavar="KEY",
+                     help="clients must send one of these; may be repeated. Everybody on this "
+                     f"machine can see it in the list of processes: {KEY_VARIABLE} (separated by "
+                     "commas) or --api-key-file can't be seen")
   group.add_argument("--api-key-file", type=pathlib.Path, metavar="FILE", help="one key per line")
   group.add_argument("--ssl-certfile", type=pathlib.Path, metavar="FILE", help="PEM, with the "
                      "chain; turns TLS on")
@@ -112,7 +94,7 @@ def _add_doors(group: Any) -> None:
   group.add_argument("--ssl-ca-certs", type=pathlib.Path, metavar="FILE", help="gRPC clients must "
                      "show a certificate signed by one of these (HTTP clients need not: add "
                      "--no-http or an API key)")
-  group.add_argument("--max-body-bytes", type=int, default=4 * 2**20, metavar="N",
+  group.add_argument("--max-body-bytes", type=cli.whole_number, default=4 * 2**20, metavar="N",
                      help="of a request, HTTP or gRPC (default: %(default)s)")
 
 
@@ -158,8 +140,9 @@ def run_serve(arguments: argparse.Namespace) -> int:
          "ssl_keyfile": arguments.ssl_keyfile}
   cors = http_front.Cors(arguments.allowed_origins, arguments.allow_credentials,
                          arguments.allowed_methods, arguments.allowed_headers)
+  names = arguments.served_model_name or [model_name(_model(arguments))]
   settings = server.Settings(
-      model_name=arguments.served_model_name or model_name(_model(arguments)),
+      model_name=names[0], aliases=tuple(names[1:]),
       http=None if arguments.no_http else http_server.Options(
           port=arguments.port, max_body_bytes=arguments.max_body_bytes, cors=cors, **own),
       grpc=None if arguments.no_grpc else grpc_server.Options(
@@ -250,7 +233,7 @@ def _check(arguments: argparse.Namespace) -> None:
     raise ValueError(f"--port and --grpc-port are both {arguments.port}: they must differ")
   if arguments.ssl_ca_certs is not None and arguments.no_grpc:
     raise ValueError("--ssl-ca-certs is about gRPC clients, and --no-grpc lets none in")
-  if arguments.served_model_name is not None and not arguments.served_model_name.strip():
+  if not all(name.strip() for name in arguments.served_model_name or ()):
     raise ValueError("--served-model-name must not be empty")
 
 
@@ -280,4 +263,5 @@ def _check_installed() -> None:
   missing = [package for package, module in _NEEDED.items()
              if importlib.util.find_spec(module) is None]
   if missing:
-    raise ValueError(f"jspec serve needs {', '.join(missing)}: pip install \"jspec[serve]\"")
+    raise ValueError(f"jspec serve needs {', '.join(missing)}: run pip install '.[serve]' "
+                     "in jspec's folder")

@@ -100,18 +100,18 @@ def _add_tokenizing(app: FastAPI, service: Service) -> None:
 def _add_models(app: FastAPI, service: Service) -> None:
   started = int(time.time())
 
-  def card() -> dict[str, Any]:
-    return {"id": service.model_name, "object": "model", "created": started, "owned_by": "jspec",
+  def card(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": started, "owned_by": "jspec",
             "max_model_len": service.engine.llm.max_model_len}
 
   @app.get("/v1/models")
   async def models() -> Response:
-    return json_response({"object": "list", "data": [card()]})
+    return json_response({"object": "list", "data": [card(name) for name in service.model_names]})
 
   @app.get("/v1/models/{name:path}")
   async def model(name: str) -> Response:
     _check_model(service, name)
-    return json_response(card())
+    return json_response(card(name))
 
 
 def _add_operating(app: FastAPI, service: Service, draining: asyncio.Event) -> None:
@@ -144,9 +144,10 @@ async def _read(service: Service, content: Request, kind: type[Kind]) -> Kind:
 
 
 def _check_model(service: Service, name: str | None) -> None:
-  if name not in (None, service.model_name):
-    raise Refused(f"there is no model {name!r:.80} here, only {service.model_name!r}", "model",
-                  status=404, code="model_not_found")
+  if name not in (None, *service.model_names):
+    known = ", ".join(map(repr, service.model_names))
+    raise Refused(f"there is no model {name!r:.80} here, only {known}", "model", status=404,
+                  code="model_not_found")
 
 
 async def _encode_chat(service: Service, conversation: Conversation, param: str) -> list[int]:

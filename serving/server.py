@@ -36,6 +36,7 @@ class Settings:
   """What a server is told beside its engine.
 
   Args:
+    model_name: what clients call the model. aliases: other names for it.
     generation_config: requests' defaults are those of the model.
   """
 
@@ -47,6 +48,7 @@ class Settings:
   drain_timeout: float = 30.0  # seconds
   policy: Policy = Policy()
   generation_config: bool = True
+  aliases: tuple[str, ...] = ()
 
 
 class Door(Protocol):
@@ -116,7 +118,8 @@ async def _serve(llm: LLM, settings: Settings, held: dict[str, socket.socket]) -
   if settings.generation_config and llm.loaded.generation_defaults:
     policy = dataclasses.replace(policy, defaults=model_defaults(llm.get_default_sampling_params()))
     LOG.info("sampling defaults of the model %s", fields(**policy.defaults))
-  service = Service(engine, settings.model_name, Metrics(engine, settings.model_name), policy)
+  service = Service(engine, settings.model_name, Metrics(engine, settings.model_name), policy,
+                    settings.aliases)
   statistics = asyncio.create_task(_report(engine))
   try:
     doors = await _open(service, settings, held)
@@ -171,8 +174,13 @@ def on_signal() -> asyncio.Event:
     LOG.info("stopping %s", fields(signal=number.name))
     stop.set()
 
+  loop = asyncio.get_running_loop()
   for number in (signal.SIGTERM, signal.SIGINT):
-    asyncio.get_running_loop().add_signal_handler(number, received, number)
+    try:
+      loop.add_signal_handler(number, received, number)
+    except NotImplementedError:  # on Windows
+      signal.signal(number, lambda given, _: loop.call_soon_threadsafe(
+          received, signal.Signals(given)))
   return stop
 
 

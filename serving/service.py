@@ -83,13 +83,15 @@ class Service:
   """An engine under the name by which clients know its model.
 
   Args:
-    engine: takes the requests. model_name: as /v1/models and ModelInfo show it.
+    engine: takes the requests. model_name: as answers and ModelInfo show it. aliases: other names
+      by which clients may ask for it.
   """
 
   def __init__(self, engine: AsyncLLM, model_name: str, metrics: Metrics,
-               policy: Policy | None = None):
+               policy: Policy | None = None, aliases: Sequence[str] = ()):
     self.engine, self.model_name, self.metrics = engine, model_name, metrics
     self.policy = policy or Policy()
+    self.model_names = tuple(dict.fromkeys((model_name, *aliases)))
 
   async def encode_chat(self, chat: Conversation) -> list[int]:
     """The prompt of a conversation; ValueError where the template refuses it.

@@ -51,6 +51,7 @@ ALLOWED = {  # module: the jspec modules it may import
   "page_table": {"cache"},
   "prompt": {"sampling_params"},
   "vllm_arguments": set(),
+  "flags": {"vllm_arguments"},
   "metrics": {"outputs"},
   "slot_request": CORE | {"request", "scheduler", "slot_sampling"},
   "limits": CORE | {"sampling_params", "tokenizer"},
@@ -74,9 +75,8 @@ THIRD_PARTY = {  # module: what it may import from outside jspec and the standar
   "drafting": {"jax", "flax"}, "goodput": {"numpy"}, "device": {"jax", "numpy"},
 }
 NO_JAX = ("checks", "pages", "scheduler", "goodput", "limits", "request", "outputs",
-          "sampling_params", "prompt", "metrics", "vllm_arguments", "spec_config", "spec_parse",
-          "config", "head_config", "medusa_choices", "suffix_store",
-          "model_names")
+          "sampling_params", "prompt", "metrics", "vllm_arguments", "flags", "model_names",
+          "spec_config", "spec_parse", "config", "head_config", "medusa_choices", "suffix_store")
 MAX_LINES, MAX_FUNCTION = 400, 60
 
 

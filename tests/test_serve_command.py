@@ -177,12 +177,8 @@ def test_the_largest_turn_is_the_engines():
   (["--no-speculation", "--spec-tokens", "3"], "--no-speculation contradicts"),
   (["--no-speculation", "--dynamic-speculation"], "--no-speculation contradicts"),
   (["--speculative-disable-by-batch-size", "1"], "must be >= 2, got 1"),
-  (["--gpu-memory-utilization", "0.9"], "--gpu-memory-utilization is vLLM's and has no meaning "
-   "here: the KV cache has --num-pages pages"),
-  (["--enforce-eager"], "every step is compiled: leave it out"),
-  (["--trust-remote-code"], "no code from model repositories is run"),
-  (["--swap-space", "4"], "nothing is swapped"),
-  (["--nonsense"], "unrecognized arguments: --nonsense (see jspec --help)"),
+  (["--block-size", "16"], "--block-size is vLLM's and has no meaning here: use --page-size"),
+  (["--nonsense"], "unrecognized arguments: --nonsense (see jspec serve --help)"),
 ])
 def test_bad_flags_are_one_sentence_and_load_nothing(monkeypatch, capsys, flags, words):
   monkeypatch.setattr(cli, "load_llm", lambda *_, **__: pytest.fail("loaded a model"))
@@ -229,7 +225,7 @@ def test_a_missing_package_is_named(monkeypatch, capsys):
   find = importlib.util.find_spec
   monkeypatch.setattr(importlib.util, "find_spec",
                       lambda name: None if name in ("grpc", "fastapi") else find(name))
-  assert 'needs grpcio, fastapi: pip install "jspec[serve]"' in refused(capsys)
+  assert "needs grpcio, fastapi: run pip install '.[serve]' in jspec's folder" in refused(capsys)
 
 
 def test_flags_and_help_need_no_package_of_the_extra():

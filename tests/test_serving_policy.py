@@ -20,7 +20,7 @@ from jspec.hub import generation_defaults
 from serving import http_server, server
 from serving.client import AsyncClient
 from serving.http_front import Cors
-from serving.service import Policy
+from serving.service import Policy, Service
 
 USER = [{"role": "user", "content": "the cat"}]
 SITE = {"Origin": "https://chat.example.org"}
@@ -248,3 +248,21 @@ def test_cookies_are_for_those_who_allow_them(door):
 def test_an_open_door_lets_no_page_in_by_default():
   assert http_server.Options().cors.allowed_origins == ()
   assert dataclasses.asdict(Cors())["allow_credentials"] is False
+
+
+def test_every_name_of_a_model_is_answered_and_the_first_one_named(door, monkeypatch):
+  found = []
+  monkeypatch.setattr(server, "run", lambda load, settings: found.append(settings) or 0)
+  assert cli.main(["serve", "--served-model-name", MODEL, "other", "a/third", "--port", "0"]) == 0
+  assert (found[0].model_name, found[0].aliases) == (MODEL, ("other", "a/third"))
+  service = Service(door.service.engine, MODEL, door.service.metrics, aliases=found[0].aliases)
+  monkeypatch.setattr(door.service, "model_names", service.model_names)
+  with door.client() as client:
+    listed = client.get("/v1/models").json()["data"]
+    assert [card["id"] for card in listed] == [MODEL, "other", "a/third"]
+    assert client.get("/v1/models/a/third").json()["id"] == "a/third"
+    for name in (MODEL, "other", "a/third"):
+      answer = client.post(COMPLETIONS, json={"model": name, "prompt": "the cat", "max_tokens": 1})
+      assert answer.status_code == 200 and answer.json()["model"] == MODEL
+    refused = client.post(COMPLETIONS, json={"model": "nobody", "prompt": "the cat"})
+    assert "only 'tiny/ngram', 'other', 'a/third'" in error_of(refused, 404)["message"]

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 
 import numpy as np
 import pytest
 from tiny_llm import greedy, tiny_llm, tiny_model
 
 import jspec
-from jspec import AsyncLLM, SamplingParams, hub
+from jspec import AsyncLLM, SamplingParams, hub, vllm_arguments
 from jspec.llm import LLM
 from jspec.metrics import Counter, Vector, metrics_of
 from jspec.outputs import EngineStats, SpeculativeStats
 from jspec.prompt import Given, listed_prompts, read_prompt
 from jspec.sampling_params import shown
-from jspec.vllm_arguments import flag_hints
 
 SCRIPT = '''
 from vllm import LLM, SamplingParams
@@ -100,23 +100,35 @@ def test_metrics_are_what_was_counted():
 
 
 @pytest.mark.parametrize("argument, value, hint", [
-  ("gpu_memory_utilization", 0.9, "num_pages pages, or room for max_num_seqs requests"),
-  ("enforce_eager", True, "every step is compiled"), ("swap_space", 4, "nothing is swapped"),
+  ("num_gpu_blocks_override", 9, "use num_pages"), ("block_size", 16, "use page_size"),
   ("quantization", "awq", "a GGUF file brings its own"), ("tokenizer", "other", "model's own"),
-  ("trust_remote_code", True, "no code"), ("block_size", 16, "use page_size"),
+  ("pipeline_parallel_size", 2, "use tensor_parallel_size and data_parallel_size"),
+  ("enable_lora", True, "merge them"), ("load_format", "dummy", "read from the files"),
 ])
-def test_an_argument_that_means_nothing_here_says_what_to_use(argument, value, hint):
+def test_an_argument_that_cannot_be_met_says_what_to_use(argument, value, hint):
   with pytest.raises(ValueError, match=f"{argument}=.* vLLM's and has no meaning here: .*{hint}"):
     LLM(tiny_model(), **{argument: value})
 
 
-def test_the_command_line_has_the_same_hints_with_flags():
-  hints = flag_hints()
-  assert hints["--gpu-memory-utilization"] == (
-      "the KV cache has --num-pages pages, or room for --max-num-seqs requests of --max-model-len "
-      "tokens: set those")
-  assert hints["--block-size"] == "use --page-size"
-  assert not [hint for hint in hints.values() if "{" in hint or "_" in hint]
+def test_arguments_without_effect_pass_with_one_warning():
+  given = {"gpu_memory_utilization": 0.9, "enforce_eager": True, "swap_space": 4, "mine": 1,
+           "trust_remote_code": True, "enable_chunked_prefill": True, "load_format": "auto"}
+  with pytest.warns(UserWarning) as warned:
+    vllm_arguments.take(given)
+  assert given == {"mine": 1} and len(warned) == 1
+  assert str(warned[0].message) == (
+      "without effect here: gpu_memory_utilization=0.9 (the KV cache has num_pages pages, or room "
+      "for max_num_seqs requests of max_model_len tokens), enforce_eager=True (every step is "
+      "compiled, by XLA), swap_space=4 (preempted requests are computed again, nothing is "
+      "swapped), trust_remote_code=True (no code from model repositories is run)")
+
+
+def test_every_argument_of_vllms_has_a_reason_and_values_that_ask_for_nothing():
+  assert not set(vllm_arguments.ARGUMENTS) & set(vllm_arguments.SERVE)
+  for name, argument in {**vllm_arguments.ARGUMENTS, **vllm_arguments.SERVE}.items():
+    assert name.isidentifier() and argument.because and argument.neutral[0] is None
+    with warnings.catch_warnings(action="error"):
+      vllm_arguments.take({name: argument.neutral[-1]} if name in vllm_arguments.ARGUMENTS else {})
 
 
 # -------------------------------------------------------------------------------------- prompts

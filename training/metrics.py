@@ -113,7 +113,7 @@ def plot(jsonl: str | os.PathLike, png: str | os.PathLike) -> None:
     import matplotlib
   except ImportError as error:
     raise ValueError("a picture of the curves needs matplotlib: "
-                     "pip install 'jspec[bench]'") from error
+                     "run pip install '.[bench]' in jspec's folder") from error
   matplotlib.use("Agg")
   from matplotlib import pyplot
 

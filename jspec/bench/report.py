@@ -7,7 +7,6 @@ import importlib.metadata
 import os
 import pathlib
 import platform
-import resource
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +23,7 @@ def environment(argv: Sequence[str]) -> dict[str, Any]:
   return {
     "command": [pathlib.Path(argv[0]).name, *argv[1:]],
     "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    "machine": {"cpu": _cpu_model(), "cores": cores(), "load_average": list(os.getloadavg()),
+    "machine": {"cpu": _cpu_model(), "cores": cores(), "load_average": _load_average(),
                 "system": platform.system(), "architecture": platform.machine()},
     "versions": {"python": platform.python_version(), **_versions()},
   }
@@ -36,8 +35,20 @@ def cores() -> int:
   return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
-def peak_memory_mib() -> float:
-  """The process's largest resident set so far: weights, all engines and their compilation."""
+def _load_average() -> list[float] | None:
+  given = getattr(os, "getloadavg", None)  # not on Windows
+  return list(given()) if given else None
+
+
+def peak_memory_mib() -> float | None:
+  """The process's largest resident set so far: weights, all engines and their compilation.
+
+  None where the system does not tell.
+  """
+  try:
+    import resource  # here: not on Windows
+  except ImportError:
+    return None
   peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
   return peak / (2**20 if sys.platform == "darwin" else 2**10)  # macOS counts bytes
 
@@ -88,8 +99,10 @@ def _remarks(report: dict[str, Any]) -> list[str]:
       also = "" if same is None else f", {same} of {headline['requests']} outputs the same"
       lines.append(f"{name}: {_number(metrics['tokens_per_s'], 1)} tokens/s, "
                    f"{_number(metrics['ratio'], 2)}x jspec's plain decoding{also}.")
-  lines.append(f"Peak memory {report['peak_memory_mib']:.0f} MiB, all engines in one process. "
-               f"Times are medians of {report['settings']['repeats']}; TTFT and TPOT are plain / "
+  peak = report["peak_memory_mib"]
+  lines.append(("" if peak is None
+                else f"Peak memory {peak:.0f} MiB, all engines in one process. ")
+               + f"Times are medians of {report['settings']['repeats']}; TTFT and TPOT are plain / "
                "speculative.")
   return lines
 

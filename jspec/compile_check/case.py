@@ -83,7 +83,7 @@ def missing_compiler(platform: str) -> str | None:
   modules, wheel = WHEELS[platform]
   if any(not _importable(module) for module in modules):
     return (f"compiling for a {platform.upper()} needs {wheel}, which is not installed: "
-            "pip install 'jspec[aot]' (Linux x86-64)")
+            "run pip install '.[aot]' in jspec's folder (Linux x86-64)")
   return None
 
 
