@@ -82,8 +82,8 @@ class EagleConfig:
     fc: {w [F, E], b?} for version 3, {w [2E, E], b?} for version 1, input (embedding, feature);
     layers: as in model.py, but the first has no attn_norm; in version 3 its q, k and v are
       [2E, ...], input (embedding, feature), and it has embed_norm [E] and feature_norm [E];
-    final_norm?, head? {w [E, Vd]}: version 3; version 1 uses the target's lm_head, and so does
-      version 3 without a head (has_head), its rows at target_id where there is one;
+    final_norm?: version 3; head? {w [E, Vd]}: without one (has_head) the target's lm_head is used,
+      its rows at target_id where there is one;
     embed? [V, E]: else the target's; target_id? i32[Vd]: the target's token of each draft token;
     fc_norm?: one norm over F (norm_before_fc), or a list of one per tap (fc_norm)
   F is the width of the target's features, len(taps) * target_width.

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jspec.checks import check_int
-from jspec.config import MAX_SIZE, ModelConfig
+from jspec.checks import check_flag, check_int, check_mapping, check_number
+from jspec.config import MAX_REAL, MAX_SIZE, ModelConfig
 from jspec.head_config import EagleConfig, HeadConfig, MedusaConfig, MlpSpeculatorConfig
 from jspec.head_files import HeadFiles
 from jspec.hf_config import model_config_from_hf
@@ -24,8 +24,9 @@ _SPECULATORS_DRAFT_VOCAB = 32000  # what Eagle3SpeculatorConfig assumes
 _EAGLE_LAYER = {("layers", 0, "embed_norm", "scale"): "layers.0.input_layernorm.weight",
                 ("layers", 0, "feature_norm", "scale"): "layers.0.hidden_norm.weight",
                 ("final_norm", "scale"): "norm.weight"}
-# EAGLE-1 trains neither: what is there are copies of the target's. The embedding always is.
-_EAGLE1_COPIES = ("embed_tokens.weight", "lm_head.weight")
+EMBED, LM_HEAD, FINAL_NORM = "embed_tokens.weight", "lm_head.weight", "norm.weight"
+# EAGLE-1 trains none of these: what is there are copies of the target's, if nobody says otherwise.
+_EAGLE1_COPIES = (EMBED, LM_HEAD, FINAL_NORM)
 _MEDUSA_PREFIX = re.compile(r"(model\.)?medusa_heads?\.")
 
 
@@ -44,21 +45,23 @@ class HeadLayout(NamedTuple):
   leaves: Mapping[Path, Leaf]
   target_id: np.ndarray | None  # i32[Vd]
   harmless: Callable[[str], bool]  # may this tensor stay unused?
-  copies: tuple[str, ...] = ()  # tensors that only repeat the target's, which is used instead
+  copies: tuple[str, ...] = ()  # tensors taken for repetitions of the target's, which are used
 
 
-def head_layout(files: HeadFiles, method: str, target: ModelConfig) -> HeadLayout:
+def head_layout(files: HeadFiles, method: str, target: ModelConfig,
+                own: Collection[str] = ()) -> HeadLayout:
   """What the config and the tensors' names say; whether the tensors are all there is not checked.
 
   Args:
     target: gives the sizes that some Medusa checkpoints leave out.
+    own: of what would be `copies`, those that are not: the head's own.
   """
   try:
     if method == "medusa":
       return _medusa(files, target)
     if method == "mlp_speculator":
       return _mlp_speculator(files)
-    return _eagle(files, 3 if method == "eagle3" else 1)
+    return _eagle(files, 3 if method == "eagle3" else 1, own)
   except WeightsError:
     raise
   except ValueError as error:
@@ -73,6 +76,17 @@ def _integer(config: Mapping[str, Any], *keys: str, default: int | None = None) 
   if value is None:
     raise ValueError(f"config.json: {keys[0]!r} is missing")
   return check_int(f"config.json: {keys[0]}", value, 0, MAX_SIZE)
+
+
+def _switch(config: Mapping[str, Any], key: str) -> bool:
+  """Whether it is on; null says no more than leaving it out."""
+  value = config.get(key)
+  return False if value is None else check_flag(f"config.json: {key}", value)
+
+
+def _object(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+  value = config.get(key)
+  return {} if value is None else check_mapping(f"config.json: {key}", value)
 
 
 def _renamed(files: HeadFiles, rename: Callable[[str], str]) -> dict[str, StoredTensor]:
@@ -148,15 +162,17 @@ def _vllm_medusa(files: HeadFiles, tensors: Mapping[str, StoredTensor]) -> HeadL
   layers = _integer(files.config, spelt.get("layers", "num_hidden_layers"), default=1)
   width, vocab_size = (_integer(files.config, key) for key in ("hidden_size", "vocab_size"))
   size = _integer(files.config, "truncated_vocab_size", default=vocab_size)
-  has_bias = files.config.get("medusa_fc_bias")
-  if has_bias is None:
+  has_bias = _switch(files.config, "medusa_fc_bias")
+  if files.config.get("medusa_fc_bias") is None:
     has_bias = any(re.fullmatch(r"blocks\.\d+\.layers\.\d+\.bias", name) for name in tensors)
   shared = next((name for name in ("lm_head.weight", "lm_heads.0.weight") if name in tensors), None)
-  one_head = bool(files.config.get("original_lm_head", False))
+  one_head = _switch(files.config, "original_lm_head")
   truncated = size != vocab_size
-  config = MedusaConfig(width, vocab_size, heads, layers, bool(has_bias),
+  scale = files.config.get("logit_scale")
+  config = MedusaConfig(width, vocab_size, heads, layers, has_bias,
                         one_head and shared is None and not truncated, size if truncated else 0,
-                        float(files.config.get("logit_scale", 1.0)))
+                        1.0 if scale is None else check_number(
+                            "config.json: logit_scale", scale, -MAX_REAL, MAX_REAL))
   target_id = None
   if truncated:
     target_id = _read_table(files, tensors, "token_map", size)
@@ -195,9 +211,9 @@ def _mlp_speculator(files: HeadFiles) -> HeadLayout:
   given = files.config
   width, vocab_size = _integer(given, "emb_dim", "hidden_size"), _integer(given, "vocab_size")
   inner, stages = _integer(given, "inner_dim", default=0) or width, _integer(given, "n_predict")
-  tied = bool(given.get("tie_weights", False))
+  tied = _switch(given, "tie_weights")
   config = MlpSpeculatorConfig(width, vocab_size, stages, inner,
-                               bool(given.get("scale_input", False)), tied,
+                               _switch(given, "scale_input"), tied,
                                tuple(given.get("top_k_tokens_per_head") or ()),
                                _integer(given, "n_candidates", default=5))
   tensors = _renamed(files, lambda name: name.removeprefix("speculator."))
@@ -226,7 +242,7 @@ def _mlp_speculator(files: HeadFiles) -> HeadLayout:
 # ------------------------------------------------------------ EAGLE
 
 
-def _eagle(files: HeadFiles, version: int) -> HeadLayout:
+def _eagle(files: HeadFiles, version: int, own: Collection[str]) -> HeadLayout:
   """EAGLE-1, and EAGLE-3 as SafeAILab, SpecForge, AngelSlim, ModelOpt or speculators name it."""
   tensors = _renamed(files, lambda name: re.sub(r"^midlayer\.", "layers.0.",
                                                 name.removeprefix("model.")))
@@ -234,30 +250,34 @@ def _eagle(files: HeadFiles, version: int) -> HeadLayout:
   target_id = _eagle_target_ids(files, tensors, config) if version == 3 else None
   if target_id is None:
     config = dataclasses.replace(config, draft_vocab_size=0)
+  copies = tuple(name for name in _EAGLE1_COPIES
+                 if version == 1 and name in tensors and name not in own)
+  if version == 1:
+    config = dataclasses.replace(config, has_embed=EMBED in own, has_head=LM_HEAD in own)
 
   def harmless(name: str) -> bool:
-    copy = version == 1 and name in _EAGLE1_COPIES
     tables = version == 3 and name in ("d2t", "t2d")
-    return copy or tables or name.endswith("rotary_emb.inv_freq")
+    return name in copies or tables or name.endswith("rotary_emb.inv_freq")
 
   leaves = _eagle_leaves(config)
-  bias = files.config.get("bias") if version == 1 else None  # EAGLE-3 has none to speak of
-  if bias or (bias is None and "fc.bias" in tensors):
+  # EAGLE-3 has none to speak of.
+  has_bias = version == 1 and _switch(files.config, "bias")
+  if has_bias or ((version == 3 or files.config.get("bias") is None) and "fc.bias" in tensors):
     leaves["fc", "b"] = Leaf("fc.bias", (config.width,))
   origin = " (speculators)" if "speculators_model_type" in files.config else ""
-  copies = tuple(name for name in _EAGLE1_COPIES if version == 1 and name in tensors)
   for name in copies:
-    if tensors[name].shape != (config.vocab_size, config.width):
+    shape = (config.width,) if name == FINAL_NORM else (config.vocab_size, config.width)
+    if tensors[name].shape != shape:
       raise WeightsError(f"{files.where}: tensor {name} has shape {tensors[name].shape}, a copy of "
-                         f"the target's has {(config.vocab_size, config.width)}")
+                         f"the target's has {shape}")
   return HeadLayout(f"EAGLE-{version}{origin}", config, tensors, leaves, target_id, harmless,
-                    copies[1:] if copies[:1] == _EAGLE1_COPIES[:1] else copies)
+                    copies)
 
 
 def _eagle_config(files: HeadFiles, tensors: Mapping[str, StoredTensor],
                   version: int) -> EagleConfig:
   given, speculators = files.config, "speculators_model_type" in files.config
-  layer_config = given.get("transformer_layer_config", {}) if speculators else {
+  layer_config = _object(given, "transformer_layer_config") if speculators else {
     **given, "model_type": "llama"}  # whatever the target is
   layer = model_config_from_hf(layer_config)
   if layer.post_norms or layer.learned_positions:
@@ -265,25 +285,25 @@ def _eagle_config(files: HeadFiles, tensors: Mapping[str, StoredTensor],
   endings = {name.split(".", 2)[-1] for name in tensors if name.startswith("layers.")}
   layer = dataclasses.replace(
     layer, tie_embeddings=False,
-    qkv_bias=layer.qkv_bias or bool(given.get("qkv_bias", False)) or bool(
+    qkv_bias=layer.qkv_bias or _switch(given, "qkv_bias") or bool(
       {f"self_attn.{part}_proj.bias" for part in "qkv"} & endings),
     out_bias=layer.out_bias or "self_attn.o_proj.bias" in endings,
     mlp_bias=layer.mlp_bias or "mlp.down_proj.bias" in endings,
     qk_norm=layer.qk_norm or "self_attn.q_norm.weight" in endings)
   if version == 1:
     return EagleConfig(1, layer, layer.width, num_taps=1)
-  if (given.get("eagle_config") or {}).get("use_aux_hidden_state", True) is False:
+  if _object(given, "eagle_config").get("use_aux_hidden_state") is False:
     raise ValueError("config.json: use_aux_hidden_state=False is not supported for EAGLE-3")
   taps = _feature_layers(given)
   default = _SPECULATORS_DRAFT_VOCAB if speculators else layer.vocab_size
-  switches = {name: bool(given.get(name, False)) for name in (
+  switches = {name: _switch(given, name) for name in (
     "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")}
   vocabulary = _integer(given, "draft_vocab_size", default=default)
   # Of a draft vocabulary, only jspec's own files say that lm_head is the target's rows.
-  needs_head = vocabulary < layer.vocab_size and not given.get("tie_lm_head", False)
+  needs_head = vocabulary < layer.vocab_size and not _switch(given, "tie_lm_head")
   return EagleConfig(
     3, layer, _integer(given, "target_hidden_size", default=layer.width), vocabulary, taps,
-    len(taps) or 3, "embed_tokens.weight" in tensors, needs_head or "lm_head.weight" in tensors,
+    len(taps) or 3, EMBED in tensors, needs_head or LM_HEAD in tensors,
     **switches)
 
 
@@ -294,9 +314,9 @@ def _feature_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
   eagle_config, name the layer of which a hidden state is the output.
   """
   key = "eagle_aux_hidden_state_layer_ids"
-  outputs = (config.get("eagle_config") or {}).get(key)
+  outputs = _object(config, "eagle_config").get(key)
   ids = outputs or config.get(key) or ()
-  if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+  if not isinstance(ids, (list, tuple)) or any(type(i) is not int for i in ids):
     raise ValueError(f"config.json: {key} must be a list of integers, got {ids!r}")
   return tuple(i + 1 if outputs else i for i in ids)
 
@@ -314,19 +334,18 @@ def _eagle_leaves(config: EagleConfig) -> dict[Path, Leaf]:
     leaves[path] = Leaf(names[path], shape)
   features = config.num_taps * config.target_width if config.version == 3 else 2 * width
   leaves["fc", "w"] = Leaf("fc.weight", (width, features))
-  if config.version == 1:
-    return leaves
-  leaves.update({path: Leaf(name, (width,)) for path, name in _EAGLE_LAYER.items()})
+  if config.version == 3:
+    leaves.update({path: Leaf(name, (width,)) for path, name in _EAGLE_LAYER.items()})
   if config.norm_before_fc:
     leaves["fc_norm", "scale"] = Leaf("input_norm.weight", (features,))
   if config.fc_norm:
     leaves.update({("fc_norm", i, "scale"): Leaf(f"fc_norm.{i}.weight", (config.target_width,))
                    for i in range(config.num_taps)})
   if config.has_embed:
-    leaves["embed",] = Leaf("embed_tokens.weight", (config.vocab_size, width))
+    leaves["embed",] = Leaf(EMBED, (config.vocab_size, width))
   if config.has_head:
     rows = config.draft_vocab_size or config.vocab_size
-    leaves["head", "w"] = Leaf("lm_head.weight", (rows, width))
+    leaves["head", "w"] = Leaf(LM_HEAD, (rows, width))
   return leaves
 
 

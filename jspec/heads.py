@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
 from jspec.config import DTYPES, ModelConfig
 from jspec.head_config import EagleConfig, HeadConfig, MedusaConfig, MlpSpeculatorConfig
 from jspec.head_files import METHODS, HeadFiles, kind_of_head, read_head_files
-from jspec.head_formats import HeadLayout, Leaf, head_layout
+from jspec.head_formats import EMBED, LM_HEAD, HeadLayout, Leaf, head_layout
 from jspec.hub import resolve_head
 from jspec.model_names import may_be_head
-from jspec.weights import Params, Path, Place, WeightsError, on_device, progress_bar
+from jspec.weights import (
+  Params,
+  Path,
+  Place,
+  WeightsError,
+  hf_norm_offset,
+  on_device,
+  progress_bar,
+)
+
+_ROWS_AT_ONCE = 8192
+_ROUNDING, _TINY = 2.0**-7, 1e-7  # bfloat16's and float16's steps
 
 _log = logging.getLogger("jspec")
 
 
 def load_head(name: str | pathlib.Path, target: ModelConfig, *, method: str | None = None,
               dtype: str = "float32", progress: bool | None = None,
-              put: Place = on_device,
-              revision: str | None = None) -> tuple[HeadConfig, Params]:
+              put: Place = on_device, revision: str | None = None,
+              target_params: Params | None = None) -> tuple[HeadConfig, Params]:
   """A head that fits the target, and its parameter tree as head_config.py documents it.
 
   Args:
@@ -35,16 +48,46 @@ def load_head(name: str | pathlib.Path, target: ModelConfig, *, method: str | No
     progress: show a progress bar on stderr; None means only on a terminal.
     put: places a parameter on the device or devices that need it.
     revision: of a repo id, a branch, tag or commit.
+    target_params: model.py's tree, to see whether what looks like a copy of it is one; None: it is.
   """
   if dtype not in DTYPES:
     raise ValueError(f"{dtype=} is not one of {', '.join(DTYPES)}")
   files = read_head_files(resolve_head(name, revision))
   layout = open_head(files, target, method)
   check_fit(files.where, layout, target)
-  if layout.copies:
+  if layout.copies and target_params is not None:
+    own = [name for name in layout.copies if not _is_copy(layout, name, target, target_params)]
+    if own:
+      layout = open_head(files, target, method, own)
+      _log.warning("%s: its own %s is used, for it is not the target's", files.where,
+                   " and ".join(own))
+  if set(layout.copies) - {EMBED}:  # which every EAGLE-1 checkpoint has
     _log.warning("%s: %s skipped: heads of this kind use the target's own, of which it is a copy",
-                 files.where, " and ".join(layout.copies))
+                 files.where, " and ".join(name for name in layout.copies if name != EMBED))
   return layout.config, _read(layout, dtype, progress, put)
+
+
+def _is_copy(layout: HeadLayout, name: str, target: ModelConfig, params: Params) -> bool:
+  """Whether a tensor is the target's but for rounding; in parts, for it may be a gigabyte."""
+  array, axis = np.asarray(layout.tensors[name].read()), 0
+  if name == EMBED or (name == LM_HEAD and "head" not in params):
+    own = params["embed"]
+  elif name == LM_HEAD:
+    own, axis = params["head"]["w"], 1
+  else:
+    own = params["final_norm"]["scale"] - hf_norm_offset(target, ("final_norm", "scale"))
+  for begin in range(0, len(array), _ROWS_AT_ONCE):
+    rows = array[begin:begin + _ROWS_AT_ONCE].astype(np.float32)
+    if not _alike(own, rows.T if axis else rows, begin, axis):
+      return False
+  return True
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def _alike(own: jax.Array, rows: jax.Array, begin: int, axis: int) -> jax.Array:
+  """Whether these rows, or columns, are equal in bfloat16's precision."""
+  part = jax.lax.dynamic_slice_in_dim(own, begin, rows.shape[axis], axis).astype(jnp.float32)
+  return (jnp.abs(part - rows) <= _ROUNDING * jnp.abs(rows) + _TINY).all()
 
 
 def detect_method(name: str | pathlib.Path, revision: str | None = None) -> str | None:
@@ -63,7 +106,8 @@ def method_of(files: HeadFiles) -> str | None:
   return kind
 
 
-def open_head(files: HeadFiles, target: ModelConfig, method: str | None = None) -> HeadLayout:
+def open_head(files: HeadFiles, target: ModelConfig, method: str | None = None,
+              own: Collection[str] = ()) -> HeadLayout:
   """What a head is, every tensor checked against its config; reads no weights."""
   found = method_of(files) or method
   if found is None:
@@ -71,7 +115,7 @@ def open_head(files: HeadFiles, target: ModelConfig, method: str | None = None) 
                      f"{', '.join(METHODS)}")
   if method not in (None, found):
     raise ValueError(f"{files.where} holds a head for method {found!r}, not {method!r}")
-  layout = head_layout(files, found, target)
+  layout = head_layout(files, found, target, own)
   check_tensors(files.where, layout)
   return layout
 

@@ -124,9 +124,9 @@ class LLM:
     _use_compilation_cache(cache_dir)
     self._load = lambda name, revision, placer: hub.load_model(
         name, dtype=dtype, cache_dir=cache_dir, progress=progress, placer=placer, revision=revision)
-    self._load_head = lambda name, method, put: heads.load_head(
-        name, self.config, method=method, dtype=dtype, progress=progress, put=put,
-        revision=self.speculative.revision)
+    self._load_head = lambda name, put, params: heads.load_head(
+        name, self.config, method=self.speculative.parts[-1], dtype=dtype, progress=progress,
+        put=put, revision=self.speculative.revision, target_params=params)
     self.loaded = _placed(model, placements[0].target) if isinstance(
         model, hub.LoadedModel) else self._load(model, revision, placements[0].target)
     self.config: ModelConfig = self.loaded.config
@@ -155,8 +155,7 @@ class LLM:
         page_size=fields["page_size"], kv_dtype=devices.kv_dtype, bitwise=bitwise,
         attend=devices.draft_attend,
         load_draft=lambda name: self._load_draft(name, devices.draft),
-        load_head=lambda name: self._load_head(
-            name, self.speculative.parts[-1], devices.head),
+        load_head=lambda name: self._load_head(name, devices.head, params),
         target_params=params)
     drafter, draft_params = build(setup)
     self._check_rule(drafter)

@@ -27,7 +27,7 @@ EAGLE3 = EagleConfig(3, NARROW, TARGET.width, has_embed=True, has_head=True)
 HEADS = {
   "v1": EAGLE1,
   "v1_two_layers": EagleConfig(1, dataclasses.replace(WIDE, num_layers=2), TARGET.width,
-                               has_embed=True),
+                               has_embed=True, has_head=True),
   "v3": EAGLE3,
   "v3_target_head": EagleConfig(3, WIDE, TARGET.width, feature_layers=(0, 5, 8)),
   "v3_before_residual": dataclasses.replace(EAGLE3, norm_before_residual=True),
