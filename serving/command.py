@@ -37,6 +37,8 @@ _RANGES: dict[str, tuple[float, float]] = {  # destination -> what is allowed
   "max_queue": (1, math.inf), "max_body_bytes": (1, 2**31 - 1),  # gRPC's sizes are 32 bits
   "max_num_batched_tokens": (1, math.inf), "num_pages": (1, math.inf), "spec_tokens": (1, math.inf),
   "speculative_disable_by_batch_size": (2, math.inf), "drain_timeout": (0, 1e6),
+  "max_connections": (1, 2**31 - 1), "header_timeout": (0.1, 1e6),
+  "keep_alive_timeout": (0.1, 1e6), "write_timeout": (0.1, 1e6),
 }
 
 
@@ -44,6 +46,7 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
   """What a server has beside the engine's flags, in the spelling of vLLM."""
   parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="the same as --model")
   _add_doors(parser.add_argument_group("addresses and access"))
+  _add_connections(parser.add_argument_group("connections"))
   _add_requests(parser.add_argument_group("requests and answers"))
   group = parser.add_argument_group("scheduling")
   group.add_argument("--max-queue", type=int, default=1024, metavar="N", help="requests that may "
@@ -109,6 +112,18 @@ def _add_doors(group: Any) -> None:
                      "along")
 
 
+def _add_connections(group: Any) -> None:
+  group.add_argument("--max-connections", type=int, default=2048, metavar="N", help="of each port; "
+                     "beyond them HTTP ends those that wait for a request, the oldest first, or "
+                     "answers 503 (default: %(default)s, or what the limit of open files allows)")
+  group.add_argument("--header-timeout", type=float, default=20.0, metavar="SECONDS",
+                     help="for a request's headers to arrive (default: %(default)g)")
+  group.add_argument("--keep-alive-timeout", type=float, default=75.0, metavar="SECONDS",
+                     help="between two requests of an HTTP connection (default: %(default)g)")
+  group.add_argument("--write-timeout", type=float, default=60.0, metavar="SECONDS", help="for a "
+                     "client to read some of what it was sent (default: %(default)g)")
+
+
 def _add_requests(group: Any) -> None:
   group.add_argument("--generation-config", choices=("auto", "none", "vllm"), default="auto",
                      help="sampling parameters that a request leaves out are those of the model's "
@@ -135,7 +150,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
   load = loader(arguments)
   _check_installed()
   # Here: what they import may be missing.
-  from serving import grpc_server, http_front, http_server, server, service
+  from serving import grpc_options, http_connections, http_front, http_server, server, service
   own = {"host": arguments.host, "tokens": keys, "ssl_certfile": arguments.ssl_certfile,
          "ssl_keyfile": arguments.ssl_keyfile}
   cors = http_front.Cors(arguments.allowed_origins, arguments.allow_credentials,
@@ -144,10 +159,13 @@ def run_serve(arguments: argparse.Namespace) -> int:
   settings = server.Settings(
       model_name=names[0], aliases=tuple(names[1:]),
       http=None if arguments.no_http else http_server.Options(
-          port=arguments.port, max_body_bytes=arguments.max_body_bytes, cors=cors, **own),
-      grpc=None if arguments.no_grpc else grpc_server.Options(
+          port=arguments.port, max_body_bytes=arguments.max_body_bytes, cors=cors,
+          limits=http_connections.Limits(
+              arguments.max_connections, arguments.header_timeout, arguments.keep_alive_timeout,
+              arguments.write_timeout), **own),
+      grpc=None if arguments.no_grpc else grpc_options.Options(
           port=arguments.grpc_port, max_message_bytes=arguments.max_body_bytes,
-          ssl_ca_certs=arguments.ssl_ca_certs, **own),
+          ssl_ca_certs=arguments.ssl_ca_certs, max_connections=arguments.max_connections, **own),
       max_queue=arguments.max_queue, steps_per_turn=arguments.num_scheduler_steps,
       drain_timeout=arguments.drain_timeout, policy=service.Policy(
           strict=arguments.strict, chat_template=template,

@@ -5,22 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import os
 import pathlib
 import socket
 import ssl
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import uvicorn
 
 from serving.auth import Tokens
 from serving.http_app import make_app
+from serving.http_connections import BACKLOG, Connections, Limits
 from serving.http_front import Cors, front
 from serving.http_gate import Gate
 from serving.service import Service
 
 BODY_TIMEOUT = 60.0  # seconds for a client to send its body
-KEEP_ALIVE = 75  # seconds between requests: longer than load balancers wait, commonly 60
 CLOSING = 5  # seconds for the last answers to be read once the grace is over
 MAX_HEADER_BYTES = 64 * 2**10
 
@@ -33,7 +34,7 @@ class Options:
     port: 0 takes a free one. tokens: API keys, one of which each request must bring; none: open.
     ssl_certfile, ssl_keyfile: PEM files, the server's certificate with its chain, and its key.
     max_body_bytes: of a request; longer ones are refused while they are read.
-    cors: what browsers let other sites' pages do; nothing by default.
+    limits: of connections. cors: what browsers let other sites' pages do; nothing by default.
   """
 
   host: str = "127.0.0.1"
@@ -42,6 +43,7 @@ class Options:
   ssl_certfile: str | pathlib.Path | None = None
   ssl_keyfile: str | pathlib.Path | None = None
   max_body_bytes: int = 4 << 20
+  limits: Limits = Limits()
   cors: Cors = Cors()
 
   def __post_init__(self):
@@ -73,14 +75,21 @@ async def start(service: Service, options: Options | None = None,
   options = options or Options()
   listener = listener or _bind(options.host, options.port)
   reusable(listener, True)
+  try:
+    listener.listen(BACKLOG)
+  except OSError as error:
+    raise OSError(f"cannot listen on port {listener.getsockname()[1]}: {error.strerror}") from None
   draining = asyncio.Event()
   gate = Gate(make_app(service, draining), Tokens(options.tokens), draining,
               max_body_bytes=options.max_body_bytes, body_timeout=BODY_TIMEOUT)
+  # uvicorn's warnings are a line for each malformed request: those are counted instead.
   server = _Uvicorn(uvicorn.Config(
       front(gate, options.cors), http="h11", ws="none", lifespan="off", log_config=None,
-      log_level="warning", access_log=False, server_header=False, timeout_keep_alive=KEEP_ALIVE,
+      log_level="error", access_log=False, server_header=False,
+      timeout_keep_alive=options.limits.keep_alive,  # type: ignore[arg-type]  # call_later's
       timeout_graceful_shutdown=CLOSING, h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-      ssl_certfile=options.ssl_certfile, ssl_keyfile=options.ssl_keyfile))
+      ssl_certfile=options.ssl_certfile, ssl_keyfile=options.ssl_keyfile),
+      listener, options.limits, functools.partial(service.metrics.refused, "http"))
   task = asyncio.create_task(server.serve([listener]))
   while not server.started:
     if task.done():
@@ -112,6 +121,28 @@ class HttpServer:
 
 
 class _Uvicorn(uvicorn.Server):
+  """uvicorn on connections of our own making."""
+
+  def __init__(self, config: uvicorn.Config, listener: socket.socket, limits: Limits,
+               refused: Callable[[int, str], None]):
+    super().__init__(config)
+    self._connections = Connections(listener, limits, config, self.server_state, refused)
+
+  async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+    await self.lifespan.startup()
+    self.servers = []
+    self._connections.start()
+    self.started = True
+
+  async def on_tick(self, counter: int) -> bool:
+    if counter % 10 == 0:  # each second
+      self._connections.look()
+    return await super().on_tick(counter)
+
+  async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+    self._connections.stop()
+    await super().shutdown(sockets)
+
   @contextlib.contextmanager
   def capture_signals(self) -> Iterator[None]:
     yield  # signals belong to whoever runs the event loop

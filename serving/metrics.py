@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -24,7 +25,9 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from jspec import AsyncLLM, RequestOutput, SamplingParams
+from serving.log_lines import Tally
 
+LOG = logging.getLogger(__name__)
 LABELS = ("model_name", "engine")
 FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0,
                7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)
@@ -52,6 +55,9 @@ class Metrics:
                                  "finished_reason", FINISHED_REASONS)
     self.errors = self._counter("request_errors", "Requests refused or failed, by exception.",
                                 "error", ERRORS)
+    self._refusals = Counter("jspec:refusals", "Requests and connections refused, by door.",
+                             (*LABELS, "door", "status", "reason"), registry=self.registry)
+    self._tally = Tally(LOG, "refused")
     self.first_token = self._histogram("time_to_first_token_seconds", FIRST_TOKEN)
     # Two names for the same: the first is what dashboards made for older vLLM ask for.
     self.per_token = [self._histogram("time_per_output_token_seconds", PER_TOKEN),
@@ -81,6 +87,14 @@ class Metrics:
     for value in values:
       child(value)
     return child
+
+  def refused(self, door: str, status: int | str, reason: str) -> None:
+    """Counts it, and logs it once a second at most. All three are of a few values each."""
+    self.count_refusal(door, status, reason)
+    self._tally.note(f"{door}/{status}/{reason}")
+
+  def count_refusal(self, door: str, status: int | str, reason: str) -> None:
+    self._refusals.labels(self.model_name, "0", door, str(status), reason).inc()
 
   @contextlib.contextmanager
   def request(self, params: SamplingParams) -> Iterator[Callable[[RequestOutput], None]]:

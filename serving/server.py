@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
 import logging
 import os
 import signal
@@ -20,8 +19,9 @@ from collections.abc import Callable
 from typing import Any, NoReturn, Protocol
 
 from jspec import LLM, AsyncLLM, EngineDead, EngineStats
-from serving import grpc_server, http_server
+from serving import file_limits, grpc_server, http_server
 from serving.http_server import reusable
+from serving.log_lines import fields
 from serving.metrics import Metrics
 from serving.service import Policy, Service, model_defaults
 
@@ -65,6 +65,7 @@ def run(load: Callable[[], LLM], settings: Settings) -> int:
   Args:
     load: makes the LLM, once the ports are known to be free.
   """
+  settings = within_limits(settings)
   doors = {"http": settings.http, "grpc": settings.grpc}
   with contextlib.ExitStack() as stack:
     held = {}
@@ -86,6 +87,21 @@ def run(load: Callable[[], LLM], settings: Settings) -> int:
         LOG.info("compiling %s", fields(program=program, seconds=time.monotonic() - started))
     LOG.info("compiled %s", fields(seconds=time.monotonic() - started))
     return asyncio.run(_serve(llm, settings, held))
+
+
+def within_limits(settings: Settings) -> Settings:
+  """With as many connections as there can be files, once that limit is as high as it may be."""
+  limit, http, grpc = file_limits.raise_limit(), settings.http, settings.grpc
+  wanted = [http.limits.max_connections if http else 0, grpc.max_connections if grpc else 0]
+  of_http, of_grpc = given = file_limits.connections(wanted, limit)
+  if given != wanted:
+    LOG.warning("few files may be open %s", fields(
+        limit=limit, http_connections=of_http, grpc_connections=of_grpc))
+  return dataclasses.replace(
+      settings,
+      http=http and dataclasses.replace(
+          http, limits=dataclasses.replace(http.limits, max_connections=of_http)),
+      grpc=grpc and dataclasses.replace(grpc, max_connections=of_grpc))
 
 
 def hold_port(host: str, port: int) -> socket.socket:
@@ -266,14 +282,3 @@ def statistics(before: EngineStats, now: EngineStats, seconds: float) -> dict[st
 
 def _share(part: int, whole: int) -> float:
   return part / whole if whole else 0.0
-
-
-def fields(**values: Any) -> str:
-  """name=value for a log line; values with spaces in quotes."""
-  def shown(value: Any) -> str:
-    if isinstance(value, float):
-      return f"{value:.3f}"
-    text = str(value)
-    return json.dumps(text) if not text or any(c in text for c in ' "=\n') else text
-
-  return " ".join(f"{name}={shown(value)}" for name, value in values.items())

@@ -14,6 +14,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from jspec import EngineStats, SpeculativeStats
+from jspec.metrics import metrics_of
 from serving.metrics import Metrics
 
 DEPLOY = pathlib.Path(__file__).parent.parent / "serving/deploy"
@@ -27,8 +28,11 @@ def documents(name: str) -> list[dict]:
 def exported() -> dict[str, set[str]]:
   """Names in a scrape -> their labels."""
   stats = EngineStats(speculation=SpeculativeStats(accepted_histogram=(1, 1)))
-  engine = types.SimpleNamespace(stats=lambda: stats, llm=types.SimpleNamespace(max_model_len=64))
-  body = Metrics(engine, "m").render()[0].decode()
+  engine = types.SimpleNamespace(stats=lambda: stats, llm=types.SimpleNamespace(
+      max_model_len=64, get_metrics=lambda: metrics_of(stats)))
+  metrics = Metrics(engine, "m")
+  metrics.count_refusal("http", 503, "connections")
+  body = metrics.render()[0].decode()
   out: dict[str, set[str]] = {"up": set()}  # Prometheus' own
   for family in text_string_to_metric_families(body):
     for sample in family.samples:

@@ -24,6 +24,7 @@ import pytest
 from jspec import EngineDead, EngineStats, SpeculativeStats, cli, engine
 from serving import command, grpc_server, http_server, server
 from serving.client import Client
+from serving.log_lines import fields
 from serving.process import ServerProcess
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -254,7 +255,7 @@ def test_the_statistics_line_is_about_what_happened_since_the_last():
 
 
 def test_log_fields_can_be_told_apart():
-  assert server.fields(a=1, b="x y", c="", d=0.5) == 'a=1 b="x y" c="" d=0.500'
+  assert fields(a=1, b="x y", c="", d=0.5) == 'a=1 b="x y" c="" d=0.500'
 
 
 @dataclasses.dataclass

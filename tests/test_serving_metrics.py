@@ -59,7 +59,8 @@ VLLM = {
   "vllm:request_decode_time_seconds": ("histogram", ()),
   "vllm:request_inference_time_seconds": ("histogram", ()),
 }
-OURS = {"jspec:request_errors", "jspec:failed_requests", "jspec:spec_decode_draft_acceptance_rate",
+OURS = {"jspec:request_errors", "jspec:failed_requests", "jspec:refusals",
+        "jspec:spec_decode_draft_acceptance_rate",
         "jspec:spec_decode_mean_acceptance_length", "jspec:spec_decode_acceptance_length",
         "jspec:spec_decode_draft_length"}
 STATS = EngineStats(
