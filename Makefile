@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DOCS_READY := $(VENV)/.docs
 # An environment of their own: with them in .venv, JAX would look for chips and complain every time.
 AOT := .venv-aot
 AOT_READY := $(AOT)/.ready
 
-.PHONY: demo serve-demo train-demo test lint types aot check clean
+.PHONY: demo serve-demo train-demo test lint types docs aot check clean
 
 demo: $(READY)  # a real model writes with speculation, then is timed against plain decoding
 	$(BIN)/jspec generate --show-drafts --max-tokens 128 --file scripts/demo_prompt.txt
@@ -33,6 +34,9 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
+docs: $(DOCS_READY)  # the pages, into site/; warnings are errors
+	$(BIN)/mkdocs build --strict --quiet
+
 aot: $(AOT_READY)  # compiles whole steps for TPUs and GPUs that are not here (Linux x86-64 only)
 	JAX_PLATFORMS=cpu $(AOT)/bin/python -m pytest -m aot -rs
 
@@ -44,10 +48,14 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev,train,serve]"
 	touch $@
 
+$(DOCS_READY): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[docs]"
+	touch $@
+
 $(AOT_READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(AOT)
 	$(AOT)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev,train,serve,aot]"
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(AOT)
+	rm -rf $(VENV) $(AOT) site

@@ -1,6 +1,6 @@
 """An EAGLE-3 head for SmolLM2-135M-Instruct: first one step of training-time test, then two.
 
-Its data is made first, see the README's section on training:
+Its data is made first, see docs/training.md:
   python -m training.generate --prompts PROMPTS --output runs/smollm2/data --features 2 15 27 30
 The second stage starts from the first one's head:
   python -m training.train --config training/configs/eagle3_smollm2.py output=runs/smollm2/eagle3b \
