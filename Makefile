@@ -35,7 +35,7 @@ types: $(READY)
 	$(BIN)/mypy
 
 docs: $(DOCS_READY)  # the pages, into site/; warnings are errors
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 aot: $(AOT_READY)  # compiles whole steps for TPUs and GPUs that are not here (Linux x86-64 only)
 	JAX_PLATFORMS=cpu $(AOT)/bin/python -m pytest -m aot -rs
