@@ -72,8 +72,8 @@ class AsyncLLM:
     iterator, or cancelling the task, frees the request's slot and pages.
 
     Args:
-      prompt: text, token ids or a dict, see LLM.generate. request_id: unique among those running;
-        None makes one.
+      prompt: text, token ids or a dict, see LLM.generate.
+      request_id: unique among those running; None makes one.
       priority: the lower, the sooner; equal ones first come, first served.
       cache_salt: the prefix cache is shared with requests of the same one only, see LLM.prepare.
 

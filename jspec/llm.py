@@ -65,8 +65,10 @@ class LLM:
       taken as keyword arguments.
     dtype: "float32", "bfloat16", or "auto": float32 on CPU, bfloat16 elsewhere.
     max_model_len: longest prompt + output, tokens; "auto" (in vLLM also None and -1): as long as
-      the model was made for. max_num_seqs: requests run side by side.
-    page_size, num_pages: of the KV cache; num_pages=0 has room for every slot at max_model_len.
+      the model was made for.
+    max_num_seqs: requests run side by side.
+    page_size: tokens of a page of the KV cache.
+    num_pages: of the KV cache; 0 has room for every slot at max_model_len.
     kv_cache_dtype: "auto" is the model's; "int8", "fp8" ("fp8_e4m3") and "fp8_e5m2" keep keys and
       values in 8 bits with a scale for each head and position.
     tensor_parallel_size: devices that share the weights and the heads. A draft model lies whole on

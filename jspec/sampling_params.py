@@ -34,12 +34,13 @@ class SamplingParams:
       the same as None.
     repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or
       output (Keskar et al. 2019).
-    presence_penalty, frequency_penalty: subtracted once, or per occurrence in the output.
+    presence_penalty: subtracted from the logits of tokens in the output, once.
+    frequency_penalty: likewise, for each occurrence.
     logit_bias: token id -> number added to its logit, before the penalties.
     bad_words: texts that are never generated. With and without a space before.
     allowed_token_ids: no other token is generated, whatever its bias; None allows all.
-    min_tokens: no stop token before this many; max_tokens: None is as many as fit, 0 reads the
-      prompt and generates nothing.
+    min_tokens: no stop token before this many.
+    max_tokens: None is as many as fit, 0 reads the prompt and generates nothing.
     stop: strings that end the text (cut off unless include_stop_str_in_output).
     stop_token_ids: tokens that end it, beside the model's own end tokens.
     ignore_eos: go on past the model's end tokens.

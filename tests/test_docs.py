@@ -135,7 +135,7 @@ def check_calls(source: str) -> int:
       assert not unknown, f"LLM has no {unknown}"
       if "speculative_config" in given:
         parse_speculative(ast.literal_eval(given["speculative_config"]), {},
-                          lambda name: "draft_model")
+                          lambda name, revision: "draft_model")
   return count
 
 
