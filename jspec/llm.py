@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 import pathlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 from jspec import heads, hub, vllm_arguments
+from jspec.chat_template import strings
 from jspec.config import EngineConfig, ModelConfig
 from jspec.drafters import Drafter, DrafterSetup, build
 from jspec.engine import MAX_STEPS, Engine
@@ -29,7 +29,7 @@ from jspec.limits import (
 from jspec.metrics import Metric, metrics_of
 from jspec.model import with_vocab_size
 from jspec.outputs import RequestOutput
-from jspec.placement import Placement, check_attention, place
+from jspec.placement import Placement, check_attention, place, use_compilation_cache
 from jspec.plan import CostModel, cpu_cost, cpu_widths
 from jspec.prompt import (
   Messages,
@@ -123,7 +123,7 @@ class LLM:
     # Refuse bad values before a model is loaded.
     placements = place(EngineConfig(**fields), jax.default_backend(),
                        self.speculative.draft_tensor_parallel_size)
-    _use_compilation_cache(cache_dir)
+    use_compilation_cache(hub.cache_folder(cache_dir) / "compiled")
     self._load = lambda name, revision, placer: hub.load_model(
         name, dtype=dtype, cache_dir=cache_dir, progress=progress, placer=placer, revision=revision)
     self._load_head = lambda name, put, params: heads.load_head(
@@ -220,9 +220,19 @@ class LLM:
 
   def chat(self, messages: Messages | Iterable[Messages],
            sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
-           use_tqdm: bool | Callable[..., Any] = False) -> list[RequestOutput]:
-    """Answers each conversation, a list of {"role", "content"}, through the chat template."""
-    prompts = [self.encode_chat(m) for m in listed_conversations(messages)]
+           use_tqdm: bool | Callable[..., Any] = False, *, add_generation_prompt: bool = True,
+           continue_final_message: bool = False, chat_template: str | None = None,
+           chat_template_kwargs: Mapping[str, Any] | None = None,
+           tools: Sequence[Mapping[str, Any]] | None = None,
+           plain_content: bool = True) -> list[RequestOutput]:
+    """Answers each conversation, a list of {"role", "content"}, through the chat template.
+
+    The other arguments are encode_chat's.
+    """
+    prompts = [self.encode_chat(
+        conversation, add_generation_prompt, continue_final_message=continue_final_message,
+        chat_template=chat_template, chat_template_kwargs=chat_template_kwargs, tools=tools,
+        plain_content=plain_content) for conversation in listed_conversations(messages)]
     return self.generate(prompts, sampling_params, use_tqdm)
 
   def stream(self, prompts: Prompt | Iterable[Prompt],
@@ -253,10 +263,27 @@ class LLM:
                          "tokens")
     return self.tokenizer.decode(ids, skip_special_tokens)
 
-  def encode_chat(self, messages: Messages, add_generation_prompt: bool = True) -> list[int]:
-    """The messages' token ids, through the model's chat template."""
-    self._check_characters(sum(len(str(m.get("content", ""))) for m in messages))
-    return self.tokenizer.apply_chat_template(messages, add_generation_prompt)
+  def encode_chat(self, messages: Messages, add_generation_prompt: bool = True, *,
+                  continue_final_message: bool = False, chat_template: str | None = None,
+                  chat_template_kwargs: Mapping[str, Any] | None = None,
+                  tools: Sequence[Mapping[str, Any]] | None = None,
+                  plain_content: bool = True) -> list[int]:
+    """The messages' token ids, through the chat template.
+
+    Args:
+      add_generation_prompt: the template opens the answer.
+      continue_final_message: the answer goes on with the final message instead.
+      chat_template: in place of the model's own.
+      chat_template_kwargs: variables for the template, such as enable_thinking.
+      tools: descriptions of functions; refused where the template does not read them.
+      plain_content: "<|im_end|>" in a message is text like any other, and no control token.
+    """
+    given = (messages, chat_template_kwargs, tools)
+    self._check_characters(sum(map(len, strings(given))))
+    return self.tokenizer.apply_chat_template(
+        messages, add_generation_prompt, continue_final_message=continue_final_message,
+        chat_template=chat_template, chat_template_kwargs=chat_template_kwargs, tools=tools,
+        plain_content=plain_content)
 
   def get_tokenizer(self) -> Tokenizer:
     return self.tokenizer
@@ -380,13 +407,3 @@ def _placed(loaded: hub.LoadedModel, placer: Placer) -> hub.LoadedModel:
   """A model loaded before, on this engine's devices."""
   config, put = placer(loaded.config)
   return loaded._replace(config=config, params=place_params(loaded.params, put))
-
-
-def _use_compilation_cache(cache_dir: str | pathlib.Path | None) -> None:
-  """Compiled programs are kept between runs, unless the user has set jax up otherwise."""
-  if jax.config.values["jax_compilation_cache_dir"] is None:
-    folder = hub.cache_folder(cache_dir) / "compiled"
-    os.makedirs(folder, exist_ok=True)
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import pathlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -122,3 +124,12 @@ def check_attention(attend: Attend, model: ModelConfig, config: EngineConfig, kv
   except NotImplementedError as error:
     raise ValueError(f"attention_backend={config.attention_backend!r} cannot run this model: "
                      f"{error}") from None
+
+
+def use_compilation_cache(folder: pathlib.Path) -> None:
+  """Compiled programs are kept there between runs, unless the user has set jax up otherwise."""
+  if jax.config.values["jax_compilation_cache_dir"] is None:
+    os.makedirs(folder, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)

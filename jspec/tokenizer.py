@@ -15,6 +15,7 @@ from typing import Any
 import tokenizers
 import tokenizers.decoders
 
+from jspec import control_tokens
 from jspec.chat_template import Message, render_chat
 from jspec.checks import check_int, read_json, refuse_placeholder
 
@@ -59,14 +60,42 @@ class Tokenizer:
       return detokenizer.push(ids) + detokenizer.flush()
     return text
 
-  def apply_chat_template(self, messages: Sequence[Message],
-                          add_generation_prompt: bool = True) -> list[int]:
-    """The prompt ids of a conversation; ValueError if the model has no template."""
-    if self.chat_template is None:
+  def apply_chat_template(self, messages: Sequence[Message], add_generation_prompt: bool = True, *,
+                          continue_final_message: bool = False, chat_template: str | None = None,
+                          chat_template_kwargs: Mapping[str, Any] | None = None,
+                          tools: Sequence[Mapping[str, Any]] | None = None,
+                          plain_content: bool = False) -> list[int]:
+    """The prompt ids of a conversation; ValueError if there is no template for it.
+
+    Args:
+      chat_template: in place of the model's own. The others: see render_chat.
+      plain_content: what spells a special token in messages, tools and chat_template_kwargs is
+        text like any other. Prompts without such are the same either way.
+    """
+    template = self.chat_template if chat_template is None else chat_template
+    if template is None:
       raise ValueError("this model has no chat template; give a plain prompt instead of messages")
-    text = render_chat(self.chat_template, messages, special_tokens=self.special_tokens,
-                       add_generation_prompt=add_generation_prompt)
+
+    def render(given: Mapping[str, Any]) -> str:
+      return render_chat(template, special_tokens=self.special_tokens,
+                         add_generation_prompt=add_generation_prompt,
+                         continue_final_message=continue_final_message, **given)
+
+    given = {"messages": messages, "tools": tools, "chat_template_kwargs": chat_template_kwargs}
+    text = render(given)
+    if plain_content and self._control_tokens is not None:
+      parts = control_tokens.split_plain(self._control_tokens, render, given, text, template)
+      if parts is not None:
+        return self._plain.encode(parts)
     return self.encode(text, add_special_tokens=False)
+
+  @functools.cached_property
+  def _control_tokens(self) -> control_tokens.ControlTokens | None:
+    return control_tokens.control_tokens(self.backend)
+
+  @functools.cached_property
+  def _plain(self) -> control_tokens.PlainTokenizer:
+    return control_tokens.plain_tokenizer(self.backend)
 
   def token_text(self, token: int) -> str:
     """One token for people to read: its text, or its name if it is special or half a character."""

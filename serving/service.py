@@ -98,10 +98,11 @@ class Service:
 
     In a thread: a long text takes a while, and other requests go on.
     """
-    more = {"continue_final_message": chat.continue_final_message or None,
-            "chat_template": self.policy.chat_template,
-            "chat_template_kwargs": chat.chat_template_kwargs, "tools": chat.tools,
-            "plain_content": None if self.policy.plain_message_content else False}
+    more: dict[str, Any] = {
+        "continue_final_message": chat.continue_final_message or None,
+        "chat_template": self.policy.chat_template,
+        "chat_template_kwargs": chat.chat_template_kwargs, "tools": chat.tools,
+        "plain_content": None if self.policy.plain_message_content else False}
     try:
       return await asyncio.to_thread(
           self.engine.llm.encode_chat, chat.messages, chat.add_generation_prompt,

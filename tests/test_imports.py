@@ -40,6 +40,8 @@ ALLOWED = {  # module: the jspec modules it may import
   "suffix_store": CORE,
   "pages": CORE,
   "sampling_params": CORE,
+  "chat_template": set(),
+  "control_tokens": {"chat_template"},
   "spec_config": CORE,
   "spec_keys": set(),
   "shipped": set(),
@@ -69,14 +71,16 @@ THIRD_PARTY = {  # module: what it may import from outside jspec and the standar
   "sampling": {"jax", "flax"}, "verify": {"jax"}, "cache": {"jax"}, "model": {"jax", "numpy"},
   "step": {"jax"}, "control": {"jax"}, "plan": {"jax", "numpy"}, "step_output": {"jax"},
   "pages": {"numpy"}, "scheduler": {"numpy"}, "outputs": {"numpy"}, "request": {"numpy"},
-  "shipped": set(), "sampling_params": set(),
+  "shipped": set(), "sampling_params": set(), "chat_template": {"jinja2"},
+  "control_tokens": {"tokenizers"},
   "spec_config": set(), "spec_parse": {"numpy"}, "head_config": set(), "suffix_store": {"numpy"},
   "medusa_choices": {"numpy"}, "judge": {"jax"}, "verify_lossy": {"jax"},
   "drafting": {"jax", "flax"}, "goodput": {"numpy"}, "device": {"jax", "numpy"},
 }
 NO_JAX = ("checks", "pages", "scheduler", "goodput", "limits", "request", "outputs",
           "sampling_params", "prompt", "metrics", "vllm_arguments", "flags", "model_names",
-          "spec_config", "spec_parse", "config", "head_config", "medusa_choices", "suffix_store")
+          "spec_config", "spec_parse", "config", "head_config", "medusa_choices", "suffix_store",
+          "control_tokens")
 MAX_LINES, MAX_FUNCTION = 400, 60
 
 

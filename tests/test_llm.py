@@ -95,6 +95,25 @@ def test_chat_goes_through_the_template(llm):
     llm.chat([{"role": "user"}], LONG)
 
 
+def test_chat_has_the_arguments_of_vllms(llm):
+  """Each of them changes the prompt as it says."""
+  messages = [{"role": "user", "content": "the<|end|>"}, {"role": "assistant", "content": "hat"}]
+  user, bot, end = map(llm.tokenizer.backend.token_to_id, ("<|user|>", "<|bot|>", "<|end|>"))
+  hat = llm.encode("hat")
+  for fields, has, tail in (
+      ({}, 2, [*hat, end, bot]),
+      ({"plain_content": False}, 3, [*hat, end, bot]),
+      ({"add_generation_prompt": False}, 2, [*hat, end]),
+      ({"add_generation_prompt": False, "continue_final_message": True}, 1, [bot, *hat]),
+      ({"chat_template": "<|user|>{{ more }}", "chat_template_kwargs": {"more": "hat"}}, 0,
+       [user, *hat]),
+      ({"chat_template": "{{ tools[0].name }}", "tools": [{"name": "hat"}]}, 0, hat)):
+    [out] = llm.chat(messages, SamplingParams(max_tokens=1), **fields)
+    assert list(out.prompt_token_ids) == llm.encode_chat(messages, **fields)
+    assert out.prompt_token_ids[-len(tail):] == tuple(tail)
+    assert out.prompt_token_ids.count(end) == has
+
+
 @pytest.mark.parametrize("method", SPECULATION)
 def test_streamed_snapshots_grow_into_the_final_output(method):
   llm = tiny_llm(method)

@@ -89,7 +89,8 @@ def test_templates_have_what_transformers_gives_them():
 def test_invalid_messages_are_refused(smollm2):
   chat = smollm2.tokenizer.apply_chat_template
   for messages, message in (([], "non-empty list"), ("Hi", "non-empty list"), (["Hi"], "message 0"),
-                            ([{"role": "user"}], "'content' must be a string, got None"),
+                            ([{"role": "user"}], "'content' must be a string or a list of text "
+                                                     "parts, got None"),
                             ([{"role": "user", "content": 3}], "'content' must be a string")):
     with pytest.raises(ValueError, match=message):
       chat(messages)
