@@ -51,6 +51,20 @@ def truncated_prompt(ids: tuple[int, ...], params: SamplingParams,
   return ids[-(max(1, max_model_len - answer) if keep == -1 else keep):]
 
 
+def check_characters(count: int, tokenizer: Tokenizer, max_model_len: int) -> None:
+  """Refuses what is too long whatever its tokens are: to find them would take its time."""
+  if count > max_model_len * tokenizer.longest_token:
+    raise ValueError(f"the prompt has {count} characters, more than any text of max_model_len="
+                     f"{max_model_len} tokens")
+
+
+def check_rates(rates: Sequence[float], max_depth: int) -> None:
+  """Synthetic acceptance rates, if any, are those of all depths."""
+  if rates and len(rates) != max_depth:
+    raise ValueError(f"there are {len(rates)} synthetic acceptance rates, but drafts are up to "
+                     f"{max_depth} tokens deep")
+
+
 def check_priority(priority: int) -> None:
   if isinstance(priority, bool) or not isinstance(priority, numbers.Integral):
     raise ValueError(f"priority must be an integer, got {reprlib.repr(priority)}")

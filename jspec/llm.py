@@ -16,11 +16,13 @@ from tqdm import tqdm
 from jspec import heads, hub, vllm_arguments
 from jspec.chat_template import strings
 from jspec.config import EngineConfig, ModelConfig
-from jspec.drafters import Drafter, DrafterSetup, build
+from jspec.drafters import DrafterSetup, build
 from jspec.engine import MAX_STEPS, Engine
 from jspec.limits import (
+  check_characters,
   check_priority,
   check_prompt,
+  check_rates,
   check_request,
   check_tokenizer,
   engine_config,
@@ -160,7 +162,7 @@ class LLM:
         load_head=lambda name: self._load_head(name, devices.head, params),
         target_params=params)
     drafter, draft_params = build(setup)
-    self._check_rule(drafter)
+    check_rates(self.speculative.verification.rates, drafter.max_depth)
     cost = ACCELERATOR_COST if jax.default_backend() != "cpu" else cpu_cost(
         self.config, fields["dtype"] == "float32" and not bitwise)
     if jax.default_backend() == "cpu":
@@ -169,12 +171,6 @@ class LLM:
     check_attention(devices.attend, self.config, config, devices.kv_dtype, drafter.num_nodes)
     return Engine(self.config, params, drafter, draft_params, config, self.speculative, cost,
                   devices)
-
-  def _check_rule(self, drafter: Drafter) -> None:
-    rates = self.speculative.verification.rates
-    if rates and len(rates) != drafter.max_depth:
-      raise ValueError(f"there are {len(rates)} synthetic acceptance rates, but drafts are up to "
-                       f"{drafter.max_depth} tokens deep")
 
   def _load_draft(self, name: str | None, placer: Placer) -> tuple[ModelConfig, Any, int]:
     """With the target's rows of the vocabulary, and how many of them may be drafted.
@@ -252,7 +248,7 @@ class LLM:
 
   def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
     """The text's token ids; ValueError where they cannot fit max_model_len."""
-    self._check_characters(len(text))
+    check_characters(len(text), self.tokenizer, self.max_model_len)
     return self.tokenizer.encode(text, add_special_tokens)
 
   def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -279,7 +275,7 @@ class LLM:
       plain_content: "<|im_end|>" in a message is text like any other, and no control token.
     """
     given = (messages, chat_template_kwargs, tools)
-    self._check_characters(sum(map(len, strings(given))))
+    check_characters(sum(map(len, strings(given))), self.tokenizer, self.max_model_len)
     return self.tokenizer.apply_chat_template(
         messages, add_generation_prompt, continue_final_message=continue_final_message,
         chat_template=chat_template, chat_template_kwargs=chat_template_kwargs, tools=tools,
@@ -353,12 +349,6 @@ class LLM:
       requests.append(Request(name, i, ids, own, limit, self.tokenizer, row, next(self._numbers),
                               priority, given.cache_salt, added))
     return Group(name, given.text, requests)
-
-  def _check_characters(self, count: int) -> None:
-    """Refuses what is too long whatever its tokens are: to find them would take its time."""
-    if count > self.max_model_len * self.tokenizer.longest_token:
-      raise ValueError(f"the prompt has {count} characters, more than any text of max_model_len="
-                       f"{self.max_model_len} tokens")
 
   def _finished(self, groups: list[Group]) -> Iterator[RequestOutput]:
     running = {group.request_id: group for group in groups}
