@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import pathlib
 import reprlib
@@ -52,12 +53,33 @@ def read_json(file: pathlib.Path) -> dict[str, Any]:
     raise ValueError(f"can't read {file}: {error.strerror}") from None
   refuse_placeholder(file, text)
   try:
-    content = json.loads(text.decode("utf-8"))
-  except (ValueError, RecursionError) as error:
+    content = parse_json(text)
+  except ValueError as error:
     raise ValueError(f"{file} is damaged: {error}") from None
   if not isinstance(content, dict):
     raise ValueError(f"{file} is damaged: not a JSON object")
   return content
+
+
+def parse_json(text: str | bytes, unique: bool = False) -> Any:
+  """Any JSON value; ValueError for anything else, and what is nested too deeply.
+
+  unique: an object that has a key twice is refused, too; else the last one counts.
+  """
+  if isinstance(text, bytes):
+    text = text.decode("utf-8")
+  try:
+    return json.loads(text, object_pairs_hook=_unique if unique else None)
+  except RecursionError:
+    raise ValueError("it is nested too deeply") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+  found = dict(pairs)
+  if len(found) < len(pairs):
+    twice, _ = collections.Counter(key for key, _ in pairs).most_common(1)[0]
+    raise ValueError(f"it has {reprlib.repr(twice)} twice")
+  return found
 
 
 def refuse_placeholder(file: pathlib.Path, start: bytes) -> None:

@@ -12,6 +12,7 @@ import warnings
 from typing import Any
 
 from jspec import flags, model_names, terminal, vllm_arguments
+from jspec.checks import parse_json
 from jspec.config import ATTENTION_BACKENDS, DTYPES, KV_DTYPES, NUMERICS
 from jspec.flags import whole_number as whole_number  # for serving.command
 from jspec.sampling_params import SamplingParams
@@ -178,7 +179,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser, max_tokens: int) -> None
 def json_object(text: str) -> dict[str, Any]:
   """A flag's value that must be a JSON object."""
   try:
-    value = json.loads(text)
+    value = parse_json(text)
   except ValueError as error:
     raise argparse.ArgumentTypeError(f"not valid JSON ({error}): {text!r}") from None
   if not isinstance(value, dict):

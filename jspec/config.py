@@ -172,27 +172,26 @@ class EngineConfig:
   def __post_init__(self):
     for name in ("max_model_len", "max_num_seqs", "page_size", "tensor_parallel_size",
                  "data_parallel_size", "max_num_batched_tokens"):
-      value = getattr(self, name)
-      if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+      check_int(name, getattr(self, name), 1, MAX_SIZE)
     for name in ("enable_prefix_caching", "dynamic_speculation"):
-      if not isinstance(getattr(self, name), bool):
-        raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
-    if self.num_pages < 0:
-      raise ValueError(f"num_pages must be >= 0, got {self.num_pages}")
+      check_flag(name, getattr(self, name))
+    check_int("num_pages", self.num_pages, 0, MAX_SIZE)
+    check_int("seed", self.seed, -2**63, 2**63 - 1)
     for name in ("max_num_seqs", "num_pages"):
       if getattr(self, name) % self.data_parallel_size:
         raise ValueError(f"{name}={getattr(self, name)} must be a multiple of "
                          f"data_parallel_size={self.data_parallel_size}")
     if self.dtype not in DTYPES:
       raise ValueError(f"dtype {self.dtype!r} is not one of {DTYPES}")
-    if self.kv_cache_dtype not in KV_DTYPES:
+    if self.kv_cache_dtype not in tuple(KV_DTYPES):
       raise ValueError(f"kv_cache_dtype {self.kv_cache_dtype!r} is not one of {tuple(KV_DTYPES)}")
     if self.attention_backend not in ATTENTION_BACKENDS:
       raise ValueError(f"attention_backend {self.attention_backend!r} is not one of "
                        f"{ATTENTION_BACKENDS}")
     if self.numerics not in NUMERICS:
       raise ValueError(f"numerics {self.numerics!r} is not one of {NUMERICS}")
+    for size in self.prefill_chunks:
+      check_int("each of prefill_chunks", size, 1, MAX_SIZE)
     if not self.prefill_chunks or list(self.prefill_chunks) != sorted(set(self.prefill_chunks)):
       raise ValueError(f"prefill_chunks must ascend, got {self.prefill_chunks}")
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import pathlib
 import struct
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
@@ -28,6 +29,7 @@ from jspec.weights import (
   param_shapes,
 )
 
+T = TypeVar("T")
 SUPPORTED_QUANTISATIONS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_K",
                            "Q6_K")
 _PLAIN_DTYPES = {"F32": np.float32, "F16": np.float16}
@@ -113,17 +115,18 @@ def read_gguf(path: str | pathlib.Path) -> GGUFFile:
                        "(little-endian)")
   tensor_count, pair_count = cursor.unpack("Q"), cursor.unpack("Q")
   try:
-    metadata = {cursor.text(): cursor.value(GGUFValueType(cursor.unpack("I")))
-                for _ in range(pair_count)}
+    metadata = _once(path, "key", (
+        (cursor.text(), cursor.value(GGUFValueType(cursor.unpack("I"))))
+        for _ in range(pair_count)))
   except ValueError as error:
     raise error if isinstance(error, WeightsError) else WeightsError(
       f"{path}: the GGUF metadata is damaged: {error}") from None
-  entries = [_tensor_entry(cursor) for _ in range(tensor_count)]
+  entries = _once(path, "tensor", (_tensor_entry(cursor) for _ in range(tensor_count)))
   alignment = check_int(f"{path}: general.alignment", metadata.get("general.alignment", 32), 1,
                         _MAX_ALIGNMENT)
   data = -(-cursor.offset // alignment) * alignment
   tensors = {}
-  for name, kind, shape, offset in entries:
+  for name, (kind, shape, offset) in entries.items():
     tensors[name] = tensor = GGUFTensor(_known_kind(path, name, kind), shape, data + offset)
     block = GGML_QUANT_SIZES[tensor.kind][0]
     if not shape or shape[-1] % block:
@@ -135,13 +138,22 @@ def read_gguf(path: str | pathlib.Path) -> GGUFFile:
   return GGUFFile(path, metadata, tensors)
 
 
-def _tensor_entry(cursor: _Cursor) -> tuple[str, int, tuple[int, ...], int]:
+def _once(path: pathlib.Path, what: str, pairs: Iterable[tuple[str, T]]) -> dict[str, T]:
+  found: dict[str, T] = {}
+  for name, value in pairs:
+    if name in found:
+      raise WeightsError(f"{path}: the {what} {name} is there twice")
+    found[name] = value
+  return found
+
+
+def _tensor_entry(cursor: _Cursor) -> tuple[str, tuple[int, tuple[int, ...], int]]:
   name, num_axes = cursor.text(), cursor.unpack("I")
   if num_axes > _MAX_AXES:
     raise WeightsError(f"{cursor.path}: tensor {shown(name)} has {num_axes} axes, at most "
                        f"{_MAX_AXES} are supported")
   shape = tuple(cursor.unpack("Q") for _ in range(num_axes))[::-1]
-  return name, cursor.unpack("I"), shape, cursor.unpack("Q")
+  return name, (cursor.unpack("I"), shape, cursor.unpack("Q"))
 
 
 def _known_kind(path: pathlib.Path, name: str, kind: int) -> GGMLQuantizationType:

@@ -4,6 +4,7 @@ is applied or refused; none is ignored."""
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -41,6 +42,8 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
   "no_rope_layers": (None, []), "layer_norm_elementwise_affine": (None, True),
   "_remove_final_layer_norm": (None, False), "do_layer_norm_before": (None, True),
 }
+# null says nothing, but for these: that there is no window, that each head has its own keys.
+_NULL_SAYS = ("sliding_window", "num_key_value_heads")
 _GEMMA_ONLY = ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar")
 
 
@@ -48,17 +51,17 @@ def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
   """The ModelConfig of a Hugging Face config.json; ValueError names what is not supported."""
   model_type = config.get("model_type")
   if model_type not in SUPPORTED_MODEL_TYPES:
-    raise ValueError(f"model_type {model_type!r} is not supported; "
+    raise ValueError(f"model_type {_brief(model_type)} is not supported; "
                      f"supported: {', '.join(SUPPORTED_MODEL_TYPES)}")
   if model_type == "gemma3":
-    tied = config.get("tie_word_embeddings", True)
     _refuse(config, "gemma3")
     text = check_mapping("config.json: text_config", config.get("text_config") or {})
-    config = {"tie_word_embeddings": tied, **text}
+    tied = config.get("tie_word_embeddings")
+    config = text if text.get("tie_word_embeddings") is not None else {
+        **text, "tie_word_embeddings": tied}
     model_type = "gemma3_text"
-  # null says nothing, but for the window, where it says that there is none.
   said = {key: value for key, value in config.items()
-          if value is not None or key == "sliding_window"}
+          if value is not None or key in _NULL_SAYS}
   config = {**_DEFAULTS[model_type], **said}
   _refuse(config, model_type)
   return _opt_config(config) if model_type == "opt" else _rotary_config(config, model_type)
@@ -75,8 +78,7 @@ def _refuse(config: Mapping[str, Any], model_type: str) -> None:
 
 
 def _brief(value: Any) -> str:
-  text = repr(value)
-  return text if len(text) <= 60 else text[:57] + "..."
+  return reprlib.repr(value)
 
 
 def _need(config: Mapping[str, Any], key: str) -> Any:
@@ -182,7 +184,8 @@ def _rope(config: Mapping[str, Any], gemma: bool) -> tuple[float, RopeScaling | 
 
 
 def _rope_scaling(parameters: Mapping[str, Any]) -> RopeScaling | None:
-  kind = parameters.get("rope_type", parameters.get("type", "default"))
+  kind = parameters.get("rope_type")
+  kind = parameters.get("type") if kind is None else kind
   if parameters.get("partial_rotary_factor") not in (None, 1, 1.0):
     raise ValueError("config.json: partial_rotary_factor="
                      f"{parameters['partial_rotary_factor']} is not supported; supported: 1.0")
@@ -194,7 +197,7 @@ def _rope_scaling(parameters: Mapping[str, Any]) -> RopeScaling | None:
     return RopeScaling("llama3", _real(parameters, "factor"), _real(parameters, "low_freq_factor"),
                        _real(parameters, "high_freq_factor"),
                        _size(parameters, "original_max_position_embeddings"))
-  raise ValueError(f"rope type {kind!r} is not supported; supported: default, linear, llama3")
+  raise ValueError(f"rope type {_brief(kind)} is not supported; supported: default, linear, llama3")
 
 
 def _sliding(config: Mapping[str, Any], model_type: str,

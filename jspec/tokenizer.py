@@ -9,6 +9,7 @@ import hashlib
 import json
 import pathlib
 import re
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from jspec.checks import check_int, read_json, refuse_placeholder
 # Turn endings that GGUF metadata does not always list, stopped at if they are control tokens.
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+_CONVERTED = ("tokenizer.model", "vocab.json", "merges.txt")  # by transformers, from either first
 _MAX_HELD = 16  # tokens; no decoder that is not known here splits a character over more
 _NO_CHARACTER = "\ufffd"  # what bytes that are no UTF-8 are shown as
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")  # how SentencePiece spells a byte
@@ -287,12 +289,13 @@ def load_tokenizer(source: str | pathlib.Path) -> Tokenizer:
   # null says nothing: what another file says stands.
   special = {**_special_tokens(_read_json(path / "special_tokens_map.json")),
              **_special_tokens(config)}
-  said = [_read_json(path / name) for name in ("generation_config.json", "config.json")]
-  said += [text for one in said if isinstance(text := one.get("text_config"), dict)]
-  eos = next((ids for one in said if (ids := _ids("eos_token_id", one))), [])
+  said = [(str(path / name), _read_json(path / name))
+          for name in ("generation_config.json", "config.json")]
+  said += [(where, text) for where, one in said if isinstance(text := one.get("text_config"), dict)]
+  eos = next((ids for one in said if (ids := _ids("eos_token_id", *one))), [])
   eos.append(backend.token_to_id(special.get("eos_token", "")))
   bos = [backend.token_to_id(special.get("bos_token", "")),
-         *(i for one in said[1:] for i in _ids("bos_token_id", one))]
+         *(i for one in said[1:] for i in _ids("bos_token_id", *one))]
   return Tokenizer(backend, _unique(eos), next((i for i in bos if i is not None), None),
                    _folder_template(path, config), special)
 
@@ -315,8 +318,10 @@ def gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
   eos = [ids["eos_token"], _gguf_id(metadata, "eot")]
   eos += [i for i, token in added.items() if token.special and token.content in _TURN_ENDS]
   template = metadata.get("tokenizer.chat_template")
-  return Tokenizer(backend, _unique(eos), ids["bos_token"],
-                   template if isinstance(template, str) else None, special)
+  if template is not None and not isinstance(template, str):
+    raise ValueError("GGUF metadata: tokenizer.chat_template must be text, got "
+                     f"{reprlib.repr(template)}")
+  return Tokenizer(backend, _unique(eos), ids["bos_token"], template, special)
 
 
 def _gguf_id(metadata: Mapping[str, Any], key: str) -> int | None:
@@ -325,11 +330,11 @@ def _gguf_id(metadata: Mapping[str, Any], key: str) -> int | None:
                                                            metadata[name], 0, 2**32)
 
 
-def _ids(key: str, config: Mapping[str, Any]) -> list[int | None]:
+def _ids(key: str, where: str, config: Mapping[str, Any]) -> list[int | None]:
   """The token ids of a key that holds one, a list or nothing."""
   value = config.get(key)
-  return [check_int(key, i, 0) for i in (value if isinstance(value, list) else [value])
-          if i is not None]
+  return [check_int(f"{where}: {key}", i, 0)
+          for i in (value if isinstance(value, list) else [value]) if i is not None]
 
 
 def _unique(ids: Iterable[int | None]) -> tuple[int, ...]:
@@ -339,24 +344,34 @@ def _unique(ids: Iterable[int | None]) -> tuple[int, ...]:
 def _backend(folder: pathlib.Path) -> tokenizers.Tokenizer:
   file = folder / "tokenizer.json"
   if file.is_file():
-    with open(file, "rb") as stream:
-      refuse_placeholder(file, stream.read(64))
+    _refuse_placeholder(file)
     try:
       backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises Exception itself
       raise ValueError(f"{file} is damaged: {error}") from None
-  elif any((folder / name).is_file() for name in ("tokenizer.model", "vocab.json")):
+  elif any((folder / name).is_file() for name in _CONVERTED[:2]):
     try:
       import transformers  # slow to import, so only for folders without tokenizer.json
     except ImportError:
       raise ValueError(f"{folder} has no tokenizer.json; install transformers to convert "
                        "its tokenizer") from None
-    backend = transformers.AutoTokenizer.from_pretrained(folder, use_fast=True).backend_tokenizer
+    for name in _CONVERTED:
+      _refuse_placeholder(folder / name)
+    try:
+      backend = transformers.AutoTokenizer.from_pretrained(folder, use_fast=True).backend_tokenizer
+    except Exception as error:  # of all its libraries
+      raise ValueError(f"the tokenizer in {folder} can't be converted: {error}") from None
   else:
     raise ValueError(f"{folder}: no tokenizer.json, tokenizer.model or vocab.json")
   backend.no_truncation()
   backend.no_padding()
   return backend
+
+
+def _refuse_placeholder(file: pathlib.Path) -> None:
+  if file.is_file():
+    with open(file, "rb") as stream:
+      refuse_placeholder(file, stream.read(64))
 
 
 def _read_json(file: pathlib.Path) -> dict[str, Any]:
@@ -373,6 +388,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 def _folder_template(folder: pathlib.Path, config: Mapping[str, Any]) -> str | None:
   file = folder / "chat_template.jinja"
   if file.is_file():
+    _refuse_placeholder(file)
     try:
       return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

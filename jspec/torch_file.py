@@ -11,6 +11,7 @@ import math
 import pathlib
 import pickle
 import pickletools
+import struct
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
@@ -19,13 +20,14 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from jspec.checks import refuse_placeholder
+from jspec.checks import check_int, refuse_placeholder
 from jspec.weights import WeightsError
 
 _STORAGES = {"FloatStorage": np.float32, "DoubleStorage": np.float64, "HalfStorage": np.float16,
              "BFloat16Storage": ml_dtypes.bfloat16, "LongStorage": np.int64,
              "IntStorage": np.int32, "CharStorage": np.int8, "ByteStorage": np.uint8,
              "BoolStorage": np.bool_}
+_MAX_AXES = 8
 MAX_PICKLE = 64 * 2**20  # bytes
 _LOCAL_HEADER = 30  # bytes before the name in a zip entry, the lengths of name and extra last
 _LEGACY_MAGIC, _LEGACY_MAGIC_AT = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19", 2  # a pickled number
@@ -57,6 +59,8 @@ def read_torch_file(file: pathlib.Path) -> dict[str, StoredTensor]:
   try:
     with zipfile.ZipFile(file) as archive:
       entries = {info.filename: info for info in archive.infolist()}
+      if len(entries) < len(archive.infolist()):
+        raise WeightsError(f"{file} is damaged: it has an entry twice")
       pickles = [name for name in entries if name.split("/")[1:] == ["data.pkl"]]
       if len(pickles) != 1:
         raise WeightsError(f"{file} is a zip archive, but torch.save's have a data.pkl")
@@ -110,6 +114,7 @@ class _Unpickler(pickle.Unpickler):
   def __init__(self, file: pathlib.Path, content: bytes, root: str,
                entries: dict[str, zipfile.ZipInfo]):
     super().__init__(io.BytesIO(content))
+    self.size = file.stat().st_size
     self.file, self.root, self.entries = file, root, entries
 
   def state_dict(self) -> dict[str, StoredTensor]:
@@ -141,6 +146,7 @@ class _Unpickler(pickle.Unpickler):
 
   def persistent_load(self, pid: Any) -> _Storage:
     kind, storage, key, _, size = pid
+    check_int("the size of a storage", size, 0)
     if kind != "storage" or storage not in _STORAGES:
       raise WeightsError(f"{self.file}: its pickle refers to {kind!r} {storage!r}")
     dtype, entry = np.dtype(_STORAGES[storage]), self.entries.get(f"{self.root}data/{key}")
@@ -150,19 +156,33 @@ class _Unpickler(pickle.Unpickler):
     if entry.file_size < size * dtype.itemsize:
       raise WeightsError(f"{self.file}: storage {key} has {entry.file_size} bytes, {size} numbers "
                          f"of {dtype} need {size * dtype.itemsize}")
+    if self._start(entry) + entry.file_size > self.size:
+      raise WeightsError(f"{self.file} is truncated: storage {key} does not lie within it")
     return _Storage(dtype, f"{self.root}data/{key}")
 
   def _tensor(self, storage: _Storage, offset: int, shape: Any, strides: Any,
               *unused: Any) -> StoredTensor:
     """torch._utils._rebuild_tensor_v2; strides and offset in numbers, not bytes."""
     del unused  # whether it needs gradients, and hooks
-    shape, strides = tuple(map(int, shape)), tuple(map(int, strides))
+    shape, strides = tuple(shape), tuple(strides)
+    for number in (offset, *shape, *strides):
+      check_int("each number of a tensor's place", number, 0)
+    if len(shape) > _MAX_AXES:
+      raise WeightsError(f"{self.file}: a tensor has {len(shape)} axes, at most {_MAX_AXES} are "
+                         "supported")
     available = self.entries[storage.key].file_size // storage.dtype.itemsize
     last = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-    if min((offset, *shape, *strides)) < 0 or (math.prod(shape) and last >= available):
+    if math.prod(shape) and last >= available:
       raise WeightsError(f"{self.file}: a tensor of shape {shape}, strides {strides} and offset "
                          f"{offset} does not lie within its storage of {available} numbers")
     return StoredTensor(storage.dtype, shape, lambda: self._read(storage, offset, shape, strides))
+
+  def _start(self, entry: zipfile.ZipInfo) -> int:
+    """Where the entry's content begins, after its header and its name."""
+    with open(self.file, "rb") as stream:
+      stream.seek(entry.header_offset + _LOCAL_HEADER - 4)
+      name, extra = struct.unpack("<HH", stream.read(4))
+    return entry.header_offset + _LOCAL_HEADER + name + extra
 
   def _parameter(self, tensor: StoredTensor, *unused: Any) -> StoredTensor:
     del unused
@@ -173,11 +193,7 @@ class _Unpickler(pickle.Unpickler):
     if 0 in shape:
       return np.zeros(shape, storage.dtype)
     entry = self.entries[storage.key]
-    with open(self.file, "rb") as stream:
-      stream.seek(entry.header_offset + _LOCAL_HEADER - 4)
-      lengths = np.frombuffer(stream.read(4), "<u2")
-    start = entry.header_offset + _LOCAL_HEADER + int(lengths.sum())
     count = entry.file_size // storage.dtype.itemsize
-    mapped = np.memmap(self.file, storage.dtype, "r", start, (count,))
+    mapped = np.memmap(self.file, storage.dtype, "r", self._start(entry), (count,))
     return np.lib.stride_tricks.as_strided(
         mapped[offset:], shape, [n * storage.dtype.itemsize for n in strides], writeable=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import pathlib
+import reprlib
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -19,7 +20,7 @@ import ml_dtypes
 import numpy as np
 import tqdm
 
-from jspec.checks import check_int, inside, read_json, refuse_placeholder, shown
+from jspec.checks import check_int, inside, parse_json, read_json, refuse_placeholder, shown
 from jspec.config import DTYPES, ModelConfig
 
 T = TypeVar("T")
@@ -31,6 +32,7 @@ Placer = Callable[[ModelConfig], tuple[ModelConfig, Place]]
 
 _SAFETENSORS_DTYPES = {"F64": np.dtype(np.float64), "F32": np.dtype(np.float32),
                        "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+_MAX_HEADER = 100_000_000  # bytes, as in the safetensors library
 _OPT_POSITION_OFFSET = 2  # OPT's table starts with two rows that no token uses
 
 _LAYER_NAMES = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm",
@@ -332,13 +334,13 @@ def _read_header(file: pathlib.Path) -> dict[str, _Tensor]:
     start = stream.read(64)
     refuse_placeholder(file, start)
     length = int.from_bytes(start[:8], "little")
-    if size < 8 or length > size - 8:
+    if size < 8 or length > min(size - 8, _MAX_HEADER):
       raise WeightsError(f"{file} is truncated or not safetensors: {size} bytes cannot hold "
                          f"its header of {length}")
     stream.seek(8)
     try:
-      header = json.loads(stream.read(length))
-    except (ValueError, RecursionError) as error:
+      header = parse_json(stream.read(length), unique=True)
+    except ValueError as error:
       raise WeightsError(f"{file}: the safetensors header is damaged: {error}") from None
   if not isinstance(header, dict):
     raise WeightsError(f"{file}: the safetensors header is damaged: not a JSON object")
@@ -356,7 +358,8 @@ def _tensor(file: pathlib.Path, name: str, entry: Any, start: int, size: int) ->
       check_int("number", number, 0)
   except (KeyError, TypeError, ValueError):
     raise WeightsError(f"{file}: the safetensors header is damaged: tensor {shown(name)} is "
-                       f"{entry!r:.80}, not a dtype, a shape and two data_offsets") from None
+                       f"{reprlib.repr(entry)}, not a dtype, a shape and two data_offsets"
+                       ) from None
   if kind not in _SAFETENSORS_DTYPES:
     raise WeightsError(f"{file}: tensor {shown(name)} has dtype {kind}; supported: "
                        f"{', '.join(_SAFETENSORS_DTYPES)}")

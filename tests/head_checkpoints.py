@@ -121,7 +121,9 @@ def text_opcodes(text: str) -> bytes:
   return pickle.BINUNICODE + len(text.encode()).to_bytes(4, "little") + text.encode()
 
 
-def _int(number: int) -> bytes:
+def _int(number: Any) -> bytes:
+  if not isinstance(number, int):  # damage
+    return pickle.dumps(number, 2)[2:-1]
   return pickle.BININT + number.to_bytes(4, "little", signed=True)
 
 

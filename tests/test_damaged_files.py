@@ -1,4 +1,4 @@
-"""Whatever a file or a configuration holds: it is loaded, or refused with a sentence."""
+"""Whatever a file holds: it is loaded, or refused with a sentence."""
 
 from __future__ import annotations
 
@@ -8,119 +8,23 @@ import pickle
 import struct
 import zipfile
 
+import head_checkpoints as hc
 import numpy as np
 import pytest
 import safetensors.numpy
 import test_gguf
-from head_checkpoints import TARGET
-from hypothesis import given, settings
+from damaged import FEW, JSON, outcome
+from hypothesis import given
 from hypothesis import strategies as st
-from test_weights import CONFIG, GEMMA, LLAMA, OPT, random_tensors, save
+from test_weights import CONFIG, LLAMA, random_tensors, save
 
 from jspec import heads, hub, torch_file
-from jspec.checks import check_int, check_number, inside, read_json
-from jspec.config import ModelConfig
+from jspec.checks import inside, read_json
 from jspec.gguf import gguf_config, read_gguf
-from jspec.head_config import HeadConfig
-from jspec.head_files import HeadFiles, kind_of_head
-from jspec.head_formats import head_layout
 from jspec.hf_config import model_config_from_hf
-from jspec.spec_config import SpeculativeConfig
-from jspec.spec_keys import KEYS
-from jspec.spec_parse import parse_speculative
 from jspec.suffix_store import SuffixStore
 from jspec.tokenizer import gguf_tokenizer, load_tokenizer
-from jspec.torch_file import StoredTensor
 from jspec.weights import WeightsError, load_params, safetensors_source
-
-FEW = settings(max_examples=150, deadline=None)
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-2, 70) | st.sampled_from([2**31, 10**30, -10**30]) |
-    st.floats() | st.text(max_size=4), lambda inner: st.lists(inner, max_size=3) |
-    st.dictionaries(st.text(max_size=4), inner, max_size=3), max_leaves=6)
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 8192}
-
-
-def outcome(function, *arguments):
-  """The result, or None where it was refused as promised."""
-  try:
-    return function(*arguments)
-  except ValueError as error:
-    assert str(error) and "\n" not in str(error).strip()
-    return None
-
-
-# ------------------------------------------------------------------ configurations
-
-
-@FEW
-@given(st.sampled_from([LLAMA, GEMMA, OPT, {**LLAMA, "model_type": "qwen3", "layer_types":
-                        ["sliding_attention"] * 3, "use_sliding_window": True},
-                        {**LLAMA, "rope_parameters": LLAMA3}]), st.data())
-def test_any_config_json_is_a_model_or_a_sentence(config, data):
-  keys = [*config, "head_dim", "rope_scaling", "rope_theta", "rms_norm_eps", "hidden_act",
-          "sliding_window", "max_window_layers", "sliding_window_pattern", "text_config",
-          "attn_logit_softcapping", "tie_word_embeddings", "attention_bias"]
-  changes = data.draw(st.dictionaries(st.sampled_from(keys), JSON, min_size=1, max_size=3))
-  found = outcome(model_config_from_hf, {**config, **changes})
-  assert found is None or isinstance(found, ModelConfig)
-
-
-@pytest.mark.parametrize("change, message", [
-  ({"num_attention_heads": "4"}, "config.json: num_attention_heads must be .*, got '4'"),
-  ({"num_attention_heads": 0}, "config.json: num_attention_heads must be in 1.*, got 0"),
-  ({"num_hidden_layers": 1.5}, "config.json: num_hidden_layers must be an integer .*, got 1.5"),
-  ({"num_hidden_layers": 10**9}, "num_hidden_layers must be in 1..10000, got 1000000000"),
-  ({"rope_scaling": [1]}, r"config.json: rope_scaling must be an object, got \[1\]"),
-  ({"rope_theta": 0}, r"config.json: rope_theta must be a number in \(0, 1e\+30\], got 0"),
-  ({"attention_bias": "false"}, "config.json: attention_bias must be true or false, got 'false'"),
-  ({"rms_norm_eps": float("nan")}, "config.json: rms_norm_eps must be a number in .*, got nan"),
-  ({"hidden_act": ["silu"]}, r"activation \['silu'\] is not supported"),
-  ({"layer_types": [[], 1, "full_attention"]}, "config.json: layer_types needs 3 entries"),
-])
-def test_a_damaged_config_json_says_what_it_has_and_what_is_allowed(change, message):
-  with pytest.raises(ValueError, match=message):
-    model_config_from_hf({**LLAMA, **change})
-
-
-def test_null_in_config_json_says_nothing_but_for_the_window():
-  nulls = {"rms_norm_eps": None, "hidden_act": None, "attention_bias": None, "head_dim": None,
-           "rope_scaling": None, "tie_word_embeddings": None}
-  assert model_config_from_hf({**LLAMA, **nulls}) == model_config_from_hf(LLAMA)
-  mistral = {**LLAMA, "model_type": "mistral"}
-  assert model_config_from_hf(mistral).window == 4096
-  assert model_config_from_hf({**mistral, "sliding_window": None}).window is None
-
-
-@FEW
-@given(st.data())
-def test_any_speculative_config_is_one_or_a_sentence(data):
-  base = data.draw(st.sampled_from([
-      {"method": "ngram"}, {"method": "suffix"}, {"model": "m", "num_speculative_tokens": 3},
-      {"method": "ngram+eagle3", "model": "m"}, {"method": "medusa", "model": "m"},
-      {"method": "ngram", "num_speculative_tokens": 3, "rejection_sample_method": "synthetic"},
-      {"method": "eagle", "model": "m", "tree_top_k": 2, "tree_total_tokens": 6}]))
-  changes = data.draw(st.dictionaries(st.sampled_from(sorted(KEYS)), JSON, min_size=1, max_size=3))
-  found = outcome(parse_speculative, {**base, **changes})
-  assert found is None or isinstance(found, SpeculativeConfig)
-
-
-def test_numbers_given_as_text_are_refused_by_name():
-  config = {"method": "ngram+eagle3", "model": "m", "num_lookup_tokens": "3"}
-  with pytest.raises(ValueError, match="num_lookup_tokens must be an integer >= 0, got '3'"):
-    parse_speculative(config)
-
-
-def test_the_checks_say_what_is_allowed():
-  assert check_int("n", 3, 1) == 3 and check_number("x", 1, 0, 2) == 1.0
-  for value in (True, 1.0, "1", None, [1]):
-    with pytest.raises(ValueError, match="n must be an integer in 1..9, got "):
-      check_int("n", value, 1, 9)
-  for value in (0, -0.5, 2.5, float("nan"), float("inf"), True, "1", 10**400):
-    with pytest.raises(ValueError, match=r"x must be a number in \(0, 2\], got "):
-      check_number("x", value, 0, 2, above=True)
-
 
 # ------------------------------------------------------------------ safetensors
 
@@ -169,6 +73,14 @@ def test_deep_json_is_damage_and_no_recursion_error(tmp_path):
   (tmp_path / "config.json").write_bytes(deep)
   with pytest.raises(ValueError, match="config.json is damaged"):
     hub.read_config(tmp_path)
+
+
+def test_a_tensor_that_a_header_has_twice_is_refused(tmp_path):
+  text = json.dumps(header_and_data()[0])
+  write_header(tmp_path, (text[:-1] + ', "model.norm.weight": ' + json.dumps(
+      header_and_data()[0]["model.norm.weight"]) + "}").encode())
+  with pytest.raises(WeightsError, match="damaged: it has 'model.norm.weight' twice"):
+    load_params(tmp_path, CONFIG)
 
 
 # ------------------------------------------------------------------ an index
@@ -318,60 +230,15 @@ def test_damaged_gguf_metadata_is_named(key, value, message, tmp_path):
     gguf_config(file._replace(metadata={**file.metadata, f"llama.{key}": value}))
 
 
-# ------------------------------------------------------------------ tokenizers and defaults
-
-
-@FEW
-@given(st.data())
-def test_any_tokenizer_files_make_a_tokenizer_or_a_sentence(tmp_path_factory, data):
-  from tiny_llm import byte_tokenizer
-  folder = tmp_path_factory.mktemp("tokenizer")
-  byte_tokenizer().save(folder)
-  keys = {"tokenizer_config.json": ("eos_token", "bos_token", "chat_template", "unk_token"),
-          "special_tokens_map.json": ("eos_token",), "generation_config.json": (
-              "eos_token_id", "temperature", "top_k"),
-          "config.json": ("eos_token_id", "bos_token_id", "text_config")}
-  file = data.draw(st.sampled_from(sorted(keys)))
-  (folder / file).write_text(json.dumps(data.draw(JSON | st.dictionaries(
-      st.sampled_from(keys[file]), JSON | st.lists(st.integers(0, 5), max_size=2)))))
-  outcome(load_tokenizer, folder)
-  outcome(hub.generation_defaults, folder)
-
-
-def test_null_as_an_end_token_leaves_what_another_file_says(tmp_path):
-  from tiny_llm import byte_tokenizer
-  byte_tokenizer().save(tmp_path)
-  write = lambda name, content: (tmp_path / name).write_text(json.dumps(content))
-  write("generation_config.json", {"eos_token_id": None})
-  write("config.json", {"eos_token_id": [5, 7], "bos_token_id": 1})
-  write("special_tokens_map.json", {"eos_token": "<|user|>"})
-  write("tokenizer_config.json", {"eos_token": None})
-  found = load_tokenizer(tmp_path)
-  assert found.eos_ids == (5, 7, 1) and found.bos_id == 1
-  write("config.json", {"eos_token_id": None, "text_config": {"eos_token_id": 9}})
-  assert load_tokenizer(tmp_path).eos_ids == (9, 1)
-
-
-# ------------------------------------------------------------------ heads
-
-
-@FEW
-@given(st.data())
-def test_any_head_config_is_a_head_or_a_sentence(data):
-  base = {"hidden_size": 32, "vocab_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1,
-          "intermediate_size": 48, "num_heads": 2, "n_predict": 2, "emb_dim": 32}
-  keys = [*base, "architectures", "model_type", "eagle_config", "draft_vocab_size", "logit_scale",
-          "eagle_aux_hidden_state_layer_ids", "target_hidden_size", "top_k_tokens_per_head",
-          "truncated_vocab_size", "inner_dim", "n_candidates", "speculators_model_type"]
-  changes = data.draw(st.dictionaries(st.sampled_from(keys), JSON, min_size=1, max_size=3))
-  tensor = StoredTensor(np.dtype(np.float32), (32, 32), lambda: np.zeros((32, 32), np.float32))
-  names = {"medusa": "blocks.0.layers.0.weight", "mlp_speculator": "emb.0.weight",
-           "eagle": "fc.weight", "eagle3": "midlayer.hidden_norm.weight"}
-  for method, name in names.items():
-    files = HeadFiles("head", {**base, **changes}, {name: tensor})
-    outcome(kind_of_head, files)
-    found = outcome(head_layout, files, method, TARGET)
-    assert found is None or isinstance(found.config, HeadConfig)
+def test_what_a_gguf_file_has_twice_is_refused(tmp_path):
+  pair = struct.pack("<Q", 1) + b"a" + struct.pack("<IB", 0, 7)
+  (tmp_path / "k.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 2) + 2 * pair)
+  with pytest.raises(WeightsError, match="k.gguf: the key a is there twice"):
+    read_gguf(tmp_path / "k.gguf")
+  tensor = struct.pack("<Q", 1) + b"t" + struct.pack("<IQIQ", 1, 1, 0, 0)
+  (tmp_path / "t.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 2, 0) + 2 * tensor + bytes(64))
+  with pytest.raises(WeightsError, match="t.gguf: the tensor t is there twice"):
+    read_gguf(tmp_path / "t.gguf")
 
 
 # ------------------------------------------------------------------ torch files, past outputs
@@ -403,6 +270,26 @@ def test_a_pickle_beyond_the_bound_is_not_read(tmp_path, monkeypatch):
 def test_numbers_in_a_pickle_reserve_no_memory(opcodes, tmp_path):
   with pytest.raises(WeightsError, match="its pickle is damaged"):
     torch_file.read_torch_file(torch_zip(tmp_path / "a.bin", opcodes))
+
+
+@pytest.mark.parametrize("place, message", [
+  ((0.5, (2,), (1,)), "its pickle is damaged: each number of a tensor's place must be"),
+  ((0, ("2",), (1,)), "its pickle is damaged: each number of a tensor's place must be"),
+  ((0, (1,) * 9, (1,) * 9), "a tensor has 9 axes, at most 8 are supported"),
+  ((3, (2,), (1,)), "does not lie within its storage of 4 numbers")])
+def test_a_torch_tensor_lies_in_its_storage_or_is_refused(place, message, tmp_path):
+  file = tmp_path / "pytorch_model.bin"
+  hc.write_torch(file, {"a": hc.View(np.arange(4, dtype=np.float32), *place)})
+  with pytest.raises(WeightsError, match=message):
+    torch_file.read_torch_file(file)
+
+
+def test_an_archive_with_an_entry_twice_is_refused(tmp_path):
+  file = torch_zip(tmp_path / "a.bin", pickle.dumps({}, 2))
+  with zipfile.ZipFile(file, "a") as archive, pytest.warns(UserWarning, match="Duplicate name"):
+    archive.writestr("a/data.pkl", pickle.dumps({"b": 1}, 2))
+  with pytest.raises(WeightsError, match="is damaged: it has an entry twice"):
+    torch_file.read_torch_file(file)
 
 
 def test_past_outputs_are_bounded_in_bytes():

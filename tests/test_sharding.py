@@ -175,7 +175,7 @@ def test_kv_heads_fewer_than_devices_are_repeated_in_order():
     ({"tensor_parallel_size": 16}, "needs 16 devices, there are 8"),
     ({"tensor_parallel_size": 4, "data_parallel_size": 4}, "needs 16 devices, there are 8"),
     ({"data_parallel_size": 3}, "max_num_seqs=4 must be a multiple of data_parallel_size=3"),
-    ({"tensor_parallel_size": 0}, "tensor_parallel_size must be an integer >= 1, got 0"),
+    ({"tensor_parallel_size": 0}, "tensor_parallel_size must be in 1..2147483647, got 0"),
     ({"tensor_parallel_size": 2, "numerics": "bitwise"}, "tensor_parallel_size=1, not 2"),
     ({"numerics": "bitwise", "attention_backend": "tpu"}, "needs attention_backend 'reference'"),
     ({"attention_backend": "tpu"}, "'tpu' does not run on cpu"),

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from jspec.chat_template import render_chat
+from jspec.checks import parse_json
 from jspec.tokenizer import Tokenizer
 from training.shards import Sequences, held_out, in_memory
 
@@ -138,8 +139,8 @@ def _rows(file: pathlib.Path, text: str) -> Iterator[tuple[str, Any]]:
   """(where it is, row) of a JSON list, (where it is, what reads the row) of JSON lines."""
   if text.lstrip().startswith("["):
     try:
-      rows = json.loads(text)
-    except (ValueError, RecursionError) as error:
+      rows = parse_json(text)
+    except ValueError as error:
       raise ValueError(f"{file} is not valid JSON: {error}") from None
     yield from ((f"{file}, entry {i}", row) for i, row in enumerate(rows))
     return
@@ -150,8 +151,8 @@ def _rows(file: pathlib.Path, text: str) -> Iterator[tuple[str, Any]]:
 
 def _json_line(place: str, line: str) -> Any:
   try:
-    return json.loads(line)
-  except (ValueError, RecursionError) as error:
+    return parse_json(line)
+  except ValueError as error:
     raise ValueError(f"{place}: not valid JSON: {error}") from None
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 import random
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from jspec.bench.prompts import BUILT_IN
+from jspec.checks import parse_json
 
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem",
             "humanities")  # Spec-Bench keeps MT-bench's categories apart
@@ -72,7 +72,7 @@ def read_dataset(path: pathlib.Path) -> list[Prompt]:
 def _rows(path: pathlib.Path, text: str) -> Iterable[tuple[str, Any]]:
   if text.lstrip().startswith("["):
     try:
-      rows = json.loads(text)
+      rows = parse_json(text)
     except ValueError as error:
       raise ValueError(f"{path} is not valid JSON: {error}") from None
     # ShareGPT has empty conversations: there is nothing to answer in those.
@@ -82,7 +82,7 @@ def _rows(path: pathlib.Path, text: str) -> Iterable[tuple[str, Any]]:
   for i, line in enumerate(text.split("\n"), start=1):
     if line.strip():
       try:
-        yield f"line {i}", json.loads(line)
+        yield f"line {i}", parse_json(line)
       except ValueError as error:
         raise ValueError(f"{path}, line {i}: not valid JSON: {error}") from None
 
