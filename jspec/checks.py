@@ -51,7 +51,7 @@ def read_json(file: pathlib.Path) -> dict[str, Any]:
     raise
   except OSError as error:
     raise ValueError(f"can't read {file}: {error.strerror}") from None
-  refuse_placeholder(file, text)
+  _refuse_placeholder(file, text)
   try:
     content = parse_json(text)
   except ValueError as error:
@@ -82,8 +82,16 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
   return found
 
 
-def refuse_placeholder(file: pathlib.Path, start: bytes) -> None:
-  """Names what downloads leave in place of a file. start: its first bytes, 64 will do."""
+def first_bytes(file: pathlib.Path) -> bytes:
+  """At most 64; ValueError for a file that is something else in its place."""
+  with open(file, "rb") as stream:
+    start = stream.read(64)
+  _refuse_placeholder(file, start)
+  return start
+
+
+def _refuse_placeholder(file: pathlib.Path, start: bytes) -> None:
+  """Names what downloads leave in place of a file."""
   if start.startswith(_LFS):
     raise ValueError(f"{file} is a git-lfs pointer, not the file that it stands for: run "
                      "`git lfs pull` in its folder")

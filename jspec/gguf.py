@@ -16,7 +16,7 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from gguf.quants import dequantize
 
-from jspec.checks import check_int, refuse_placeholder, shown
+from jspec.checks import check_int, first_bytes, shown
 from jspec.config import ModelConfig
 from jspec.hf_config import model_config_from_gguf
 from jspec.weights import (
@@ -102,10 +102,7 @@ def read_gguf(path: str | pathlib.Path) -> GGUFFile:
   if not path.is_file():
     raise WeightsError(f"{path}: no such file")
   size = path.stat().st_size
-  with open(path, "rb") as stream:
-    start = stream.read(64)
-  refuse_placeholder(path, start)
-  if size < 24 or not start.startswith(b"GGUF"):
+  if not first_bytes(path).startswith(b"GGUF") or size < 24:
     raise WeightsError(f"{path} is not a GGUF file")
   cursor = _Cursor(path, np.memmap(path, np.uint8, "r"))
   cursor.take(4)

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import safetensors
 
-from jspec.checks import refuse_placeholder
+from jspec.checks import first_bytes
 from jspec.hub import read_config
 from jspec.torch_file import StoredTensor, read_torch_file
 from jspec.weights import Shard, WeightsError, indexed_shards, join_shards, safetensors_shards
@@ -113,8 +113,7 @@ def _shards(path: pathlib.Path) -> list[Shard]:
 
 def _read_safetensors(file: pathlib.Path) -> dict[str, StoredTensor]:
   tensors = {}
-  with open(file, "rb") as stream:
-    refuse_placeholder(file, stream.read(64))
+  first_bytes(file)
   try:
     with safetensors.safe_open(file, "np") as opened:
       for name in opened.keys():

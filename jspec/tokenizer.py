@@ -18,7 +18,7 @@ import tokenizers.decoders
 
 from jspec import control_tokens
 from jspec.chat_template import Message, render_chat
-from jspec.checks import check_int, read_json, refuse_placeholder
+from jspec.checks import check_int, first_bytes, read_json
 
 # Turn endings that GGUF metadata does not always list, stopped at if they are control tokens.
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
@@ -344,7 +344,7 @@ def _unique(ids: Iterable[int | None]) -> tuple[int, ...]:
 def _backend(folder: pathlib.Path) -> tokenizers.Tokenizer:
   file = folder / "tokenizer.json"
   if file.is_file():
-    _refuse_placeholder(file)
+    first_bytes(file)
     try:
       backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises Exception itself
@@ -355,8 +355,8 @@ def _backend(folder: pathlib.Path) -> tokenizers.Tokenizer:
     except ImportError:
       raise ValueError(f"{folder} has no tokenizer.json; install transformers to convert "
                        "its tokenizer") from None
-    for name in _CONVERTED:
-      _refuse_placeholder(folder / name)
+    for vocabulary in (file for name in _CONVERTED if (file := folder / name).is_file()):
+      first_bytes(vocabulary)
     try:
       backend = transformers.AutoTokenizer.from_pretrained(folder, use_fast=True).backend_tokenizer
     except Exception as error:  # of all its libraries
@@ -366,12 +366,6 @@ def _backend(folder: pathlib.Path) -> tokenizers.Tokenizer:
   backend.no_truncation()
   backend.no_padding()
   return backend
-
-
-def _refuse_placeholder(file: pathlib.Path) -> None:
-  if file.is_file():
-    with open(file, "rb") as stream:
-      refuse_placeholder(file, stream.read(64))
 
 
 def _read_json(file: pathlib.Path) -> dict[str, Any]:
@@ -388,7 +382,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 def _folder_template(folder: pathlib.Path, config: Mapping[str, Any]) -> str | None:
   file = folder / "chat_template.jinja"
   if file.is_file():
-    _refuse_placeholder(file)
+    first_bytes(file)
     try:
       return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from jspec.checks import check_int, refuse_placeholder
+from jspec.checks import check_int, first_bytes
 from jspec.weights import WeightsError
 
 _STORAGES = {"FloatStorage": np.float32, "DoubleStorage": np.float64, "HalfStorage": np.float16,
@@ -52,8 +52,7 @@ def read_torch_file(file: pathlib.Path) -> dict[str, StoredTensor]:
   """The tensors of a state dict, by name; views of the mapped file, read when they are used."""
   if not file.is_file():
     raise WeightsError(f"{file}: no such file")
-  with open(file, "rb") as stream:
-    refuse_placeholder(file, stream.read(64))
+  first_bytes(file)
   if not zipfile.is_zipfile(file):
     raise WeightsError(_not_a_zip(file))
   try:

@@ -20,7 +20,7 @@ import ml_dtypes
 import numpy as np
 import tqdm
 
-from jspec.checks import check_int, inside, parse_json, read_json, refuse_placeholder, shown
+from jspec.checks import check_int, first_bytes, inside, parse_json, read_json, shown
 from jspec.config import DTYPES, ModelConfig
 
 T = TypeVar("T")
@@ -330,13 +330,14 @@ def _read_header(file: pathlib.Path) -> dict[str, _Tensor]:
   if not file.is_file():
     raise WeightsError(f"{file}: no such file")
   size = file.stat().st_size
+  length = int.from_bytes(first_bytes(file)[:8], "little")
+  if size < 8 or length > size - 8:
+    raise WeightsError(f"{file} is truncated or not safetensors: {size} bytes cannot hold "
+                       f"its header of {length}")
+  if length > _MAX_HEADER:
+    raise WeightsError(f"{file} is not safetensors: its header would have {length} bytes, "
+                       f"{_MAX_HEADER} are the most")
   with open(file, "rb") as stream:
-    start = stream.read(64)
-    refuse_placeholder(file, start)
-    length = int.from_bytes(start[:8], "little")
-    if size < 8 or length > min(size - 8, _MAX_HEADER):
-      raise WeightsError(f"{file} is truncated or not safetensors: {size} bytes cannot hold "
-                         f"its header of {length}")
     stream.seek(8)
     try:
       header = parse_json(stream.read(length), unique=True)

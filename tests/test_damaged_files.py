@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_weights import CONFIG, LLAMA, random_tensors, save
 
-from jspec import heads, hub, torch_file
+from jspec import heads, hub, torch_file, weights
 from jspec.checks import inside, read_json
 from jspec.gguf import gguf_config, read_gguf
 from jspec.hf_config import model_config_from_hf
@@ -73,6 +73,13 @@ def test_deep_json_is_damage_and_no_recursion_error(tmp_path):
   (tmp_path / "config.json").write_bytes(deep)
   with pytest.raises(ValueError, match="config.json is damaged"):
     hub.read_config(tmp_path)
+
+
+def test_a_header_beyond_the_bound_is_not_read(tmp_path, monkeypatch):
+  write_header(tmp_path, header_and_data()[0])
+  monkeypatch.setattr(weights, "_MAX_HEADER", 100)
+  with pytest.raises(WeightsError, match="its header would have .* bytes, 100 are the most"):
+    load_params(tmp_path, CONFIG)
 
 
 def test_a_tensor_that_a_header_has_twice_is_refused(tmp_path):

@@ -182,7 +182,7 @@ def test_kv_heads_fewer_than_devices_are_repeated_in_order():
     ({"attention_backend": "flash"}, "'flash' is not one of"),
     ({"kv_cache_dtype": "fp4"}, "kv_cache_dtype 'fp4' is not one of"),
     ({"tensor_parallel_size": 4, "speculative_config": {
-        "model": "x", "num_speculative_tokens": 2, "draft_tensor_parallel_size": 2}},
+        "model": tiny_llm.NAME, "num_speculative_tokens": 2, "draft_tensor_parallel_size": 2}},
      "draft_tensor_parallel_size=2 must be 1 or tensor_parallel_size=4")])
 def test_bad_input_is_refused_before_anything_is_compiled(options, words):
   with pytest.raises(ValueError, match=words):
