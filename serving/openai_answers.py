@@ -173,12 +173,13 @@ class CompletionAnswer(Answer):
   def parts(self, index: int, delta: Delta) -> Iterator[Json]:
     if delta.text or delta.logprobs or delta.finish_reason or (
         self.call.return_token_ids and delta.token_ids):
-      yield (self._choice(index, delta.text, self._logprobs(index, delta.logprobs))
+      prompt_ids = self._outputs[index // self.call.params.n].prompt_token_ids
+      yield (self._choice(index, delta.text, self._logprobs(index, delta.logprobs, prompt_ids))
              | _end(delta) | self._token_ids(delta))
 
   def choice(self, index: int, out: CompletionOutput, output: RequestOutput) -> Json:
     text, before = self._echo(index, output)
-    own = self._logprobs(index, out.logprobs)
+    own = self._logprobs(index, out.logprobs, output.prompt_token_ids)
     both = own if before is None or own is None else {k: before[k] + own[k] for k in own}
     return (self._choice(index, text + out.text, both) | _end(out) | self._token_ids(out)
             | self._prompt_facts(output))
@@ -210,14 +211,24 @@ class CompletionAnswer(Answer):
     lp = Logprob(0.0, 1, self.tokenizer.token_text(token)) if row is None else row[token]
     return self.token_name(token, lp)
 
-  def _logprobs(self, index: int, rows: Sequence[Row] | None) -> Json | None:
+  def _logprobs(self, index: int, rows: Sequence[Row] | None,
+                prompt_ids: Sequence[int]) -> Json | None:
     if rows is None:
       return None
     sampled = [next(iter(row.items())) for row in rows]
+    if sampled and index not in self._at and self._loses_space(sampled[0][0], prompt_ids):
+      self._at[index] = -1
     return {"tokens": [self.token_name(*item) for item in sampled],
             "token_logprobs": [finite(lp.logprob) for _, lp in sampled],
             "top_logprobs": [self._by_name(row) for row in rows],
             "text_offset": [self._offset(index, token) for token, _ in sampled]}
+
+  def _loses_space(self, token: int, prompt_ids: Sequence[int]) -> bool:
+    """Whether it begins a text, and with a space that the tokenizer puts there itself."""
+    hidden = self.tokenizer.special_ids if self.call.params.skip_special_tokens else ()
+    return (all(i in hidden for i in prompt_ids)
+            and self.tokenizer.token_text(token).startswith(" ")
+            and not self.tokenizer.decode([token]).startswith(" "))
 
   def _by_name(self, row: Row) -> dict[str, float]:
     """The sampled token and the likeliest; of several with one text the first."""
@@ -244,7 +255,7 @@ class CompletionAnswer(Answer):
         spelled = spelled[1:]
     begun = [byte & 0xC0 != 0x80 for byte in spelled] if shown else []  # others continue one
     self._at[index] = at + sum(begun)
-    return max(0, at - 1) if begun and not begun[0] else at
+    return max(0, at - 1 if begun and not begun[0] else at)
 
 
 def _end(of: Delta | CompletionOutput) -> Json:

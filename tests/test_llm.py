@@ -238,11 +238,6 @@ def test_a_bad_request_is_refused_before_any_work(llm, prompts, params, message)
   assert ids(llm.generate(GOOD, LONG)) == expected
 
 
-def test_max_tokens_zero_is_refused():
-  with pytest.raises(ValueError, match="max_tokens must be >= 1, got 0"):
-    SamplingParams(max_tokens=0)
-
-
 @pytest.mark.parametrize("options, message", [
   (dict(speculative_config={"method": "ngram", "lookup": 3}), "unknown key .* 'lookup'; known are"),
   (dict(speculative_tokens=3), "unknown argument: 'speculative_tokens'; known are"),

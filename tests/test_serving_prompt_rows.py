@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tiny_llm import byte_tokenizer
+from tiny_tokenizers import TOKENIZERS, byte_tokenizer
 
 from jspec import CompletionOutput, Logprob, RequestOutput, SamplingParams
 from serving.openai_answers import ChatAnswer, CompletionAnswer
@@ -98,3 +98,28 @@ def test_a_prompt_that_was_cut_is_echoed_as_it_was_read():
   for truncated, text in ((True, "he"), (False, GIVEN)):
     asked = call(echo=[GIVEN], truncated=truncated)
     assert CompletionAnswer(asked, "m", TOKENIZER).whole([out])["choices"][0]["text"] == text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_offsets_are_where_the_tokens_lie_in_the_text(kind, stream):
+  """Their spaces count, but for the one that a text begins with and does not show."""
+  tokenizer = TOKENIZERS[kind]
+  ids = tokenizer.encode("the land é on")
+  for prompt, text in (((1,), "the land é on"), ((1, 3), tokenizer.decode([3, *ids])[1:])):
+    rows = tuple({t: Logprob(-1.0, 1, tokenizer.token_text(t))} for t in ids)
+    out = CompletionOutput(0, text, tuple(ids), "stop", logprobs=rows)
+    whole = RequestOutput("r", None, prompt, (out,), True)
+    answer = CompletionAnswer(call(), "m", tokenizer)
+    if stream:
+      deltas = [Delta(0, "", (t,), (row,), None, None) for t, row in zip(ids, rows, strict=True)]
+      offsets = sum((c["choices"][0]["logprobs"]["text_offset"]
+                     for c in answer.chunks(0, whole, deltas)), [])
+    else:
+      offsets = answer.whole([whole])["choices"][0]["logprobs"]["text_offset"]
+    assert len(offsets) == len(ids)
+    for i, (at, token) in enumerate(zip(offsets, ids, strict=True)):
+      shown = tokenizer.token_text(token)
+      half = tokenizer.token_bytes(token)[0] > 127
+      expected = "é" if half else shown if i else shown.lstrip(" ") if text[0] != " " else shown
+      assert text.startswith(expected, at), (kind, text, at, expected)

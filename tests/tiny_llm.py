@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 from tiny_tokenizers import EOS as EOS
-from tiny_tokenizers import byte_tokenizer
+from tiny_tokenizers import TOKENIZERS, byte_tokenizer
 
 from jspec.config import ModelConfig
 from jspec.hub import LoadedModel
@@ -54,6 +56,17 @@ def _shared(method: str, options: tuple) -> LLM:
 def tiny_llm(method: str = "none", **options) -> LLM:
   """One LLM per combination for the whole session: its programs are compiled once."""
   return _shared(method, tuple(sorted(options.items())))
+
+
+@contextlib.contextmanager
+def with_tokenizer(kind: str, method: str) -> Iterator[LLM]:
+  """The shared LLM with a tokenizer of another kind: its programs know none."""
+  llm = tiny_llm(method)
+  own, llm.tokenizer = llm.tokenizer, TOKENIZERS[kind]
+  try:
+    yield llm
+  finally:
+    llm.tokenizer = own
 
 
 def greedy(**fields) -> SamplingParams:
