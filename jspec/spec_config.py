@@ -63,7 +63,7 @@ class SpeculativeConfig:
   n_candidates: int = 0  # complete paths kept of a candidate tree, 0 is none
   draft_confidence_threshold: float = 0.0  # a chain stops below this top probability; 0 never
   suffix_max_tree_depth: int = 24  # longest match
-  suffix_max_cached_requests: int = 10000  # past outputs that are searched, too
+  suffix_max_cached_requests: int = 10000  # past outputs that are searched, too: as many as fit
   suffix_max_spec_factor: float = 1.0  # draft tokens per matched token
   suffix_min_token_prob: float = 0.1  # of a path
   num_lookup_tokens: int = 0  # of the lookup in a joined method; 0: num_speculative_tokens
