@@ -7,7 +7,7 @@ import collections
 import queue
 import threading
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, NamedTuple
 
 from jspec.llm import LLM
@@ -64,8 +64,10 @@ class AsyncLLM:
 
   async def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None,
                      request_id: str | None = None, *,
-                     priority: int = 0, cache_salt: str | None = None
-                     ) -> AsyncGenerator[RequestOutput, None]:
+                     priority: int = 0, cache_salt: str | None = None,
+                     admit: Callable[[Group], None] | None = None,
+                     queued: Callable[[], None] | None = None) -> AsyncGenerator[
+                         RequestOutput, None]:
     """Snapshots of the request as tokens come, the last one finished.
 
     A reader that falls behind misses snapshots, never tokens: each holds all so far. Leaving the
@@ -76,6 +78,8 @@ class AsyncLLM:
       request_id: unique among those running; None makes one.
       priority: the lower, the sooner; equal ones first come, first served.
       cache_salt: the prefix cache is shared with requests of the same one only, see LLM.prepare.
+      admit: called once the request is checked; what it raises refuses it. queued: called once the
+        engine has taken it.
 
     Raises:
       ValueError: for what cannot be served as asked. QueueFull, Draining, EngineDead,
@@ -90,7 +94,9 @@ class AsyncLLM:
     # Checking may tokenize a long text: other requests go on meanwhile.
     group = await asyncio.to_thread(self.llm.prepare, prompt, params, request_id, priority,
                                     cache_salt)
-    stream = self._add(group)
+    if admit is not None:
+      admit(group)
+    stream = self._add(group, queued)
     try:
       while True:
         output = await stream.next()
@@ -117,11 +123,11 @@ class AsyncLLM:
     if held + num_outputs > self.max_outputs:
       raise QueueFull(f"{self.max_waiting} requests are waiting already; try again later")
 
-  def _add(self, group: Group) -> _Stream:
+  def _add(self, group: Group, queued: Callable[[], None] | None) -> _Stream:
     self._check_open(len(group.requests))
     if group.request_id in self._streams:
       raise ValueError(f"request_id {group.request_id!r} is already running")
-    stream = _Stream(asyncio.get_running_loop(), len(group.requests))
+    stream = _Stream(asyncio.get_running_loop(), len(group.requests), queued)
     self._streams[group.request_id] = stream
     self._commands.put(_Command("add", group, stream))
     if self._error is not None:  # since we looked: whoever failed may have missed this one
@@ -202,6 +208,8 @@ class AsyncLLM:
           self._fail(group, streams, error)
         except Exception as error:
           self._fail(group, streams, RequestFailed(failure(error)))
+        else:
+          command.stream.taken()
       elif self._groups.pop(group.request_id, None) is not None:
         del streams[group.request_id]
         self._abort(group)
@@ -247,8 +255,9 @@ class _Command(NamedTuple):
 class _Stream:
   """The latest snapshot of a request, on its way from the engine's thread to a task."""
 
-  def __init__(self, loop: asyncio.AbstractEventLoop, size: int):
-    self._loop = loop
+  def __init__(self, loop: asyncio.AbstractEventLoop, size: int,
+               queued: Callable[[], None] | None):
+    self._loop, self._queued = loop, queued
     self.size = size  # outputs
     self.ended = False  # on the engine's side
     self._ready = asyncio.Event()
@@ -260,8 +269,16 @@ class _Stream:
     """From the engine's thread."""
     self._latest.append(item)
     self.ended = isinstance(item, Exception) or item.finished
+    self._call(self._ready.set)
+
+  def taken(self) -> None:
+    """From the engine's thread."""
+    if self._queued is not None:
+      self._call(self._queued)
+
+  def _call(self, function: Callable[[], None]) -> None:
     try:
-      self._loop.call_soon_threadsafe(self._ready.set)
+      self._loop.call_soon_threadsafe(function)
     except RuntimeError:  # the event loop is closed: nobody reads any more
       pass
 

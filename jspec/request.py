@@ -180,6 +180,11 @@ class Group:
     return self.shown != before
 
   @property
+  def most_tokens(self) -> int:
+    """Of its prompt and its answers, as far as these may grow, over all outputs."""
+    return sum(len(r.prompt_ids) + r.limit for r in self.requests)
+
+  @property
   def error(self) -> str | None:
     """Why the first one that failed did."""
     failed = (r.stop_reason for r in self.requests if r.finish_reason == "error")

@@ -176,7 +176,7 @@ SERVE: Mapping[str, Argument] = {  # flags of `vllm serve` alone
   **_harmless("disable_log_requests? max_log_len enable_log_deltas?", _NEVER_LOGGED),
   **_arguments("enable_log_requests? enable_log_outputs?", f"{_NEVER_LOGGED}: leave it out"),
   **_harmless("uvicorn_log_level disable_uvicorn_access_log? disable_access_log_for_endpoints "
-              "log_error_stack?", "the one log has {log_level}"),
+              "log_error_stack?", "the one log has {log_level} and {access_log}"),
   **_arguments("log_config_file", "use {log_level}"),
   **_harmless("enable_server_load_tracking?", "/metrics has the load"),
   **_harmless("disable_fastapi_docs? enable_offline_docs?", "the server has no pages of "

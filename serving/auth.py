@@ -18,6 +18,12 @@ class Tokens:
         raise ValueError(f"token {i} must be of visible ASCII characters, without a space")
     self._digests = [_digest(token) for token in tokens]
 
+  def client(self, header: str | None) -> str | None:
+    """A name for who has the token of such a header, which tells nothing of it; None without any
+    tokens, or for one that is none of them."""
+    token = (header or "").partition(" ")[2].strip(" ")
+    return _digest(token).hex()[:16] if self._digests and self.allows(header) else None
+
   def allows(self, header: str | None) -> bool:
     """Whether an `Authorization: Bearer TOKEN` header holds one of the tokens."""
     if not self._digests:

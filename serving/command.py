@@ -37,6 +37,7 @@ _RANGES: dict[str, tuple[float, float]] = {  # destination -> what is allowed
   "max_queue": (1, math.inf), "max_body_bytes": (1, 2**31 - 1),  # gRPC's sizes are 32 bits
   "max_num_batched_tokens": (1, math.inf), "num_pages": (1, math.inf), "spec_tokens": (1, math.inf),
   "speculative_disable_by_batch_size": (2, math.inf), "drain_timeout": (0, 1e6),
+  "max_queue_per_client": (1, math.inf), "max_tokens_per_client": (1, math.inf),
   "max_connections": (1, 2**31 - 1), "header_timeout": (0.1, 1e6),
   "keep_alive_timeout": (0.1, 1e6), "write_timeout": (0.1, 1e6),
 }
@@ -51,6 +52,15 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
   group = parser.add_argument_group("scheduling")
   group.add_argument("--max-queue", type=int, default=1024, metavar="N", help="requests that may "
                      "wait for a slot; more are refused (default: %(default)s)")
+  group.add_argument("--scheduling-policy", choices=("fcfs", "priority"), default="fcfs",
+                     help="first come, first served, or by the priority that clients give "
+                     "(default: %(default)s)")
+  group.add_argument("--max-queue-per-client", type=int, metavar="N", help="outputs that the "
+                     "requests of one API key, or of one address where there are no keys, may have "
+                     "waiting and running; more are refused (default: half of what the server "
+                     "holds where there are several keys, else no bound)")
+  group.add_argument("--max-tokens-per-client", type=int, metavar="N", help="likewise the tokens "
+                     "of their prompts and of the longest answers to them (default: no bound)")
   group.add_argument("--max-num-batched-tokens", type=cli.whole_number, metavar="N", help="of "
                      "prompts, between two steps of the requests that are being answered")
   group.add_argument("--num-pages", type=cli.whole_number, metavar="N", help="of the KV "
@@ -63,6 +73,9 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
   group.add_argument("--drain-timeout", type=float, default=30.0, metavar="SECONDS",
                      help="for running requests to end after SIGTERM (default: %(default)g)")
   group.add_argument("--seed", type=int, help="of the requests that have none of their own")
+  group.add_argument("--access-log", action=argparse.BooleanOptionalAction, default=True,
+                     help="a line for each request but probes': client, path, status, time, id; "
+                     "never keys or texts (default: yes)")
   group.add_argument("--log-level", choices=LOG_LEVELS, default="info")
   group = parser.add_argument_group("more about speculation")
   group.add_argument("--dynamic-speculation", action=argparse.BooleanOptionalAction,
@@ -170,7 +183,11 @@ def run_serve(arguments: argparse.Namespace) -> int:
       drain_timeout=arguments.drain_timeout, policy=service.Policy(
           strict=arguments.strict, chat_template=template,
           plain_message_content=arguments.plain_message_content,
-          show_cached_tokens=arguments.enable_prompt_tokens_details),
+          show_cached_tokens=arguments.enable_prompt_tokens_details,
+          client_priority=arguments.scheduling_policy == "priority",
+          max_outputs_per_client=_share(arguments, keys),
+          max_tokens_per_client=arguments.max_tokens_per_client,
+          access_log=arguments.access_log),
       generation_config=arguments.generation_config == "auto")
   level = logging.getLevelName(arguments.log_level.upper())
   logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr,
@@ -222,6 +239,13 @@ def api_keys(given: list[str], file: pathlib.Path | None,
       raise ValueError(f"{source} holds a key that is empty or has characters other than visible "
                        "ASCII ones")
   return tuple(dict.fromkeys(key for _, keys in sources for key in keys))
+
+
+def _share(arguments: argparse.Namespace, keys: tuple[str, ...]) -> int | None:
+  """Outputs that one client may have; None: all there are."""
+  if arguments.max_queue_per_client is not None or len(keys) < 2:
+    return arguments.max_queue_per_client
+  return max(1, (arguments.max_queue + (arguments.max_num_seqs or 0)) // 2)
 
 
 def model_name(model: str) -> str:

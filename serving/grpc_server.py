@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
@@ -26,6 +27,8 @@ from jspec import (
 from serving import jspec_pb2 as pb
 from serving.auth import Tokens
 from serving.grpc_options import Options
+from serving.log_lines import fields
+from serving.metrics import Metrics
 from serving.params import (
   BadField,
   check_known,
@@ -35,7 +38,8 @@ from serving.params import (
   sampling_params,
   stats_reply,
 )
-from serving.service import Service
+from serving.service import Caller, Service
+from serving.shares import ShareFull
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Jspec"].full_name
 HEALTH_SERVICES = ("", SERVICE)
@@ -45,18 +49,21 @@ MAX_DETAILS = 400  # characters of an error: it travels in a header, which may h
 CODES: dict[type[Exception], grpc.StatusCode] = {
   BadField: grpc.StatusCode.INVALID_ARGUMENT, QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
   Draining: grpc.StatusCode.UNAVAILABLE, EngineDead: grpc.StatusCode.UNAVAILABLE,
-  RequestFailed: grpc.StatusCode.INTERNAL}
+  RequestFailed: grpc.StatusCode.INTERNAL, ShareFull: grpc.StatusCode.RESOURCE_EXHAUSTED}
+REASONS: dict[type[Exception], str] = {  # as HTTP counts them
+  BadField: "invalid", QueueFull: "queue_full", Draining: "unavailable", EngineDead: "unavailable",
+  RequestFailed: "request_failed", ShareFull: "client_queue_full"}
 logger = logging.getLogger(__name__)
+ACCESS = logging.getLogger("serving.access")
 
 
 async def start(service: Service, options: Options | None = None) -> GrpcServer:
   """A server that answers on options.host; OSError if it cannot listen there."""
   options = options or Options()
-  credentials = options.credentials()
+  credentials, tokens = options.credentials(), Tokens(options.tokens)
   server = grpc.aio.server(
-      interceptors=[_Guard(Tokens(options.tokens))],
-      options=options.channel())
-  door, checks = _Door(service), health.aio.HealthServicer()
+      interceptors=[_Guard(tokens, service.metrics)], options=options.channel())
+  door, checks = _Door(service, tokens), health.aio.HealthServicer()
   server.add_generic_rpc_handlers((_handlers(door),))
   health_pb2_grpc.add_HealthServicer_to_server(checks, server)
   reflection.enable_server_reflection(
@@ -127,18 +134,23 @@ class GrpcServer:
 class _Guard(grpc.aio.ServerInterceptor):
   """Lets calls with a valid token pass, and health checks, which load balancers make."""
 
-  def __init__(self, tokens: Tokens):
-    self._tokens = tokens
+  def __init__(self, tokens: Tokens, metrics: Metrics):
+    self._tokens, self._metrics = tokens, metrics
 
   async def intercept_service(self, continuation: Callable[..., Awaitable[Any]],
                               handler_call_details: grpc.HandlerCallDetails) -> Any:
-    given = [value for key, value in handler_call_details.invocation_metadata
-             if key == "authorization"]
     open_to_all = handler_call_details.method.startswith(f"/{health.SERVICE_NAME}/")
-    if open_to_all or self._tokens.allows(given[0] if len(given) == 1 else None):
+    if open_to_all or self._tokens.allows(
+        _authorization(handler_call_details.invocation_metadata)):
       return await continuation(handler_call_details)
+    self._metrics.refused("grpc", grpc.StatusCode.UNAUTHENTICATED.name, "invalid_api_key")
     # Of any method: a handler of streams answers before it has read anything.
     return grpc.stream_stream_rpc_method_handler(_refuse)
+
+
+def _authorization(metadata: Any) -> str | None:
+  given = [value for key, value in metadata or () if key == "authorization"]
+  return given[0] if len(given) == 1 else None
 
 
 async def _refuse(requests: Any, context: grpc.aio.ServicerContext) -> None:
@@ -150,28 +162,47 @@ async def _refuse(requests: Any, context: grpc.aio.ServicerContext) -> None:
 class _Door:
   """The service's methods, of parsed requests."""
 
-  def __init__(self, service: Service):
-    self.service = service
+  def __init__(self, service: Service, tokens: Tokens):
+    self.service, self._tokens = service, tokens
     self.draining = False
     self.running = 0  # calls that generate
 
-  async def generate(self, request: pb.GenerateRequest,
-                     write: Callable[[pb.GenerateReply], Awaitable[None]]) -> None:
+  def client(self, context: grpc.aio.ServicerContext) -> str:
+    """Of which key a call is, or from which address."""
+    key = self._tokens.client(_authorization(context.invocation_metadata()))
+    return key or address_of(context)
+
+  async def generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+    begun: list[asyncio.Task[None]] = []
+
+    def queued() -> None:  # whoever is in between sees that the answer has begun
+      begun.append(asyncio.create_task(context.send_initial_metadata(())))
+
     with self._one_more_running():
       prompt, params = await self._read(request)
       with naming_the_field(request.WhichOneof("prompt")):
-        stream = self.service.stream(prompt, params, **_named(request))
+        stream = self.service.stream(prompt, params, queued=queued, **self._named(request, context))
         async with contextlib.aclosing(stream):
           async for output, deltas in stream:
+            await asyncio.gather(*begun)
             if deltas or output.finished:
-              await write(self._reply(output, deltas))
+              await context.write(self._reply(output, deltas))
 
-  async def generate_unary(self, request: pb.GenerateRequest) -> pb.GenerateReply:
+  async def generate_unary(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
+                           ) -> pb.GenerateReply:
     with self._one_more_running():
       prompt, params = await self._read(request)
       with naming_the_field(request.WhichOneof("prompt")):
-        output = await self.service.complete(prompt, params, **_named(request))
+        output = await self.service.complete(prompt, params, **self._named(request, context))
     return self._reply(output, output.outputs)
+
+  def _named(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
+             ) -> dict[str, Any]:
+    """What a request says beside its prompt and its parameters, and who asks."""
+    request_id = request.request_id if request.HasField("request_id") else None
+    return {"request_id": request_id,
+            "cache_salt": request.cache_salt if request.HasField("cache_salt") else None,
+            "priority": request.priority, "caller": Caller(self.client(context), request_id)}
 
   def _reply(self, output: RequestOutput, news: Any) -> pb.GenerateReply:
     return generate_reply(output, news, self.service.policy.show_cached_tokens)
@@ -238,13 +269,6 @@ class _Door:
     return stats_reply(self.service.engine.stats())
 
 
-def _named(request: pb.GenerateRequest) -> dict[str, Any]:
-  """What a request says beside its prompt and its parameters."""
-  return {"request_id": request.request_id if request.HasField("request_id") else None,
-          "cache_salt": request.cache_salt if request.HasField("cache_salt") else None,
-          "priority": request.priority}
-
-
 def _handlers(door: _Door) -> grpc.GenericRpcHandler:
   """For gRPC. Requests come as bytes, so that malformed ones are refused like other bad ones."""
   methods: dict[str, tuple[Callable[..., Awaitable[Any]], type[Message]]] = {
@@ -261,24 +285,43 @@ def _handlers(door: _Door) -> grpc.GenericRpcHandler:
     streams = described[name].server_streaming
     handler = (grpc.unary_stream_rpc_method_handler if streams
                else grpc.unary_unary_rpc_method_handler)
-    handlers[name] = handler(functools.partial(_answer, method, kind, streams),
+    handlers[name] = handler(functools.partial(_answer, door.service, name, method, kind),
                              response_serializer=lambda reply: reply.SerializeToString())
   return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
 
-async def _answer(method: Callable[..., Awaitable[Any]], kind: type[Message], streams: bool,
-                  request: bytes, context: grpc.aio.ServicerContext) -> Any:
+async def _answer(service: Service, name: str, method: Callable[..., Awaitable[Any]],
+                  kind: type[Message], request: bytes, context: grpc.aio.ServicerContext) -> Any:
   """The method's answer; an error becomes a status that says whose fault it is."""
+  started, code, reason = time.monotonic(), None, "invalid"
   try:
     message = kind.FromString(request)
     check_known(message)
-    return await (method(message, context.write) if streams else method(message))
+    more = (context,) if kind is pb.GenerateRequest else ()
+    answer = await method(message, *more)
+    code = grpc.StatusCode.OK
+    return answer
   except tuple(CODES) as error:
-    code, details = CODES[type(error)], str(error)
+    code, details, reason = CODES[type(error)], str(error), REASONS[type(error)]
   except DecodeError:
     code = grpc.StatusCode.INVALID_ARGUMENT
     details = f"{len(request)} bytes are not a {kind.DESCRIPTOR.full_name}"
   except Exception:
     logger.exception("a call failed")
     code, details = grpc.StatusCode.INTERNAL, "the server failed; its log says why"
-  await context.abort(code, details[:MAX_DETAILS])
+    reason = "internal_error"
+  finally:
+    if service.policy.access_log:
+      ACCESS.info("grpc %s", fields(client=address_of(context), method=name,
+                                    status=code.name if code else "left",
+                                    seconds=time.monotonic() - started))
+  service.metrics.refused("grpc", code.name, reason)
+  # As HTTP's Retry-After.
+  later = (("retry-after", "1"),) if code is grpc.StatusCode.RESOURCE_EXHAUSTED else ()
+  await context.abort(code, details[:MAX_DETAILS], later)
+
+
+def address_of(context: grpc.aio.ServicerContext) -> str:
+  """The client's, without its port: "ipv4:127.0.0.1:4711" is 127.0.0.1."""
+  kind, _, address = context.peer().partition(":")
+  return address.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else context.peer()

@@ -22,7 +22,7 @@ from serving.openai_chat import ChatRequest, DetokenizeRequest, TokenizeRequest
 from serving.openai_errors import Refused, refusal
 from serving.openai_fields import Fields
 from serving.openai_responses import ResponsesAnswer, ResponsesRequest
-from serving.service import Conversation, Service
+from serving.service import Caller, Conversation, Service
 
 Kind = TypeVar("Kind", bound=Fields)
 
@@ -51,7 +51,8 @@ def _add_generating(app: FastAPI, service: Service) -> None:
     request = await _read(service, content, ChatRequest)
     prompt = await _encode_chat(service, request.conversation, "messages")
     call = request.call(prompt, service.policy.defaults)
-    return await answer_call(service, call, answering(ChatAnswer, call), "messages")
+    return await answer_call(service, call, answering(ChatAnswer, call), "messages",
+                             _caller(content))
 
   @app.post("/v1/completions")
   async def complete(content: Request) -> Response:
@@ -59,7 +60,8 @@ def _add_generating(app: FastAPI, service: Service) -> None:
     call = request.call(service.policy.defaults)
     if request.add_special_tokens is False:
       call = dataclasses.replace(call, prompts=[await bare(p) for p in call.prompts])
-    return await answer_call(service, call, answering(CompletionAnswer, call), "prompt")
+    return await answer_call(service, call, answering(CompletionAnswer, call), "prompt",
+                             _caller(content))
 
   async def bare(prompt: Prompt) -> Prompt:
     return (await _in_thread("prompt", llm.encode, prompt, False) if isinstance(prompt, str)
@@ -70,7 +72,8 @@ def _add_generating(app: FastAPI, service: Service) -> None:
     request = await _read(service, content, ResponsesRequest)
     prompt = await _encode_chat(service, request.conversation, "input")
     call = request.call(prompt, service.policy.defaults)
-    return await answer_call(service, call, answering(ResponsesAnswer, call, request), "input")
+    return await answer_call(service, call, answering(ResponsesAnswer, call, request), "input",
+                             _caller(content))
 
 
 def _add_tokenizing(app: FastAPI, service: Service) -> None:
@@ -85,10 +88,13 @@ def _add_tokenizing(app: FastAPI, service: Service) -> None:
                              request.add_special_tokens is not False)
     else:
       ids = await _encode_chat(service, conversation, "messages")
-    spelled = llm.tokenizer.backend.id_to_token
-    return json_response({
-        "count": len(ids), "max_model_len": llm.max_model_len, "tokens": ids,
-        "token_strs": [spelled(i) for i in ids] if request.return_token_strs else None})
+    def answer() -> Response:
+      spelled = llm.tokenizer.backend.id_to_token
+      return json_response({
+          "count": len(ids), "max_model_len": llm.max_model_len, "tokens": ids,
+          "token_strs": [spelled(i) for i in ids] if request.return_token_strs else None})
+
+    return await asyncio.to_thread(answer)
 
   @app.post("/detokenize")
   async def detokenize(content: Request) -> Response:
@@ -143,6 +149,11 @@ async def _read(service: Service, content: Request, kind: type[Kind]) -> Kind:
   return request
 
 
+def _caller(content: Request) -> Caller:
+  """As the gate and what is before it have found out."""
+  return Caller(content.state.client, content.state.request_id)
+
+
 def _check_model(service: Service, name: str | None) -> None:
   if name not in (None, *service.model_names):
     known = ", ".join(map(repr, service.model_names))
@@ -167,18 +178,19 @@ async def _in_thread(param: str, function: Callable[..., Any], *arguments: Any) 
 
 def _add_errors(app: FastAPI) -> None:
   """Every error in OpenAI's shape."""
-  def told(error: Refused) -> Response:
+  def told(request: Request, error: Refused) -> Response:
+    request.state.reason = error.reason
     return json_response(error.body, error.status, error.headers)
 
   @app.exception_handler(HTTPException)
   async def on_http(request: Request, error: HTTPException) -> Response:
     message = {404: f"there is no {request.url.path!r:.80} here",
                405: f"{request.url.path} does not take {request.method}"}
-    return told(Refused(message.get(error.status_code, error.detail), status=error.status_code,
-                        headers=error.headers))
+    text = message.get(error.status_code, error.detail)
+    return told(request, Refused(text, status=error.status_code, headers=error.headers))
 
   async def on_error(request: Request, error: Exception) -> Response:
-    return told(refusal(error))
+    return told(request, refusal(error, request_id=request.state.request_id))
 
   for kind in (Refused, Draining, Exception):
     app.add_exception_handler(kind, on_error)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
+import functools
+import itertools
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any, NamedTuple
 
 from starlette.responses import Response, StreamingResponse
@@ -14,9 +16,12 @@ from serving.http_gate import json_response
 from serving.openai_answers import Answer
 from serving.openai_api import Call
 from serving.openai_errors import Refused, refusal
-from serving.service import Delta, Service
+from serving.service import Caller, Delta, Service
 
 EVENT_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies: pass it on
+
+# A comment, for whoever is in between and ends connections that are silent; and seconds.
+QUEUED, COMMENT_AFTER, COMMENT_EVERY = b": queued\n\n", 1.0, 15.0
 
 
 class _News(NamedTuple):
@@ -27,23 +32,47 @@ class _News(NamedTuple):
   deltas: list[Delta]
 
 
-async def answer_call(service: Service, call: Call, answer: Answer,
-                      prompt_field: str) -> Response:
-  """Runs a call. Whatever refuses it does so before the answer has begun."""
+async def answer_call(service: Service, call: Call, answer: Answer, prompt_field: str,
+                      caller: Caller) -> Response:
+  """Runs a call. Whatever refuses it does so before the answer has begun.
+
+  A stream begins once the engine has taken the call's requests, though they may wait for slots.
+  """
   try:
     await _check(service, call)
-    news = _run(service, call, answer.id)
+    queued = asyncio.Event()
+    news = _run(service, call, answer.id, caller, queued)
     if call.stream:
-      first = await anext(news)
-      return _EventStream(_events(answer, first, news), media_type="text/event-stream",
-                          headers=EVENT_HEADERS)
+      return await _stream(answer, news, queued, caller)
     finished: dict[int, RequestOutput] = {}
     async with contextlib.aclosing(news):
       async for prompt, output, _ in news:
         finished[prompt] = output
   except Exception as error:
-    raise refusal(error, prompt_field) from error
+    raise refusal(error, prompt_field, request_id=caller.request_id) from error
   return json_response(answer.whole([finished[i] for i in range(len(call.prompts))]))
+
+
+async def _stream(answer: Answer, news: AsyncGenerator[_News], queued: asyncio.Event,
+                  caller: Caller) -> Response:
+  first = asyncio.ensure_future(anext(news))
+
+  async def leave() -> None:
+    first.cancel()
+    await asyncio.wait({first})
+    await news.aclose()
+
+  taken = asyncio.create_task(queued.wait())
+  try:
+    await asyncio.wait({first, taken}, return_when=asyncio.FIRST_COMPLETED)
+    if first.done():
+      first.result()
+  except BaseException:
+    await leave()
+    raise
+  finally:
+    taken.cancel()
+  return _EventStream(_events(answer, first, news, caller), leave)
 
 
 async def _check(service: Service, call: Call) -> None:
@@ -60,14 +89,25 @@ async def _check(service: Service, call: Call) -> None:
     raise QueueFull(f"there is no room for {count} more requests now; try again later")
 
 
-async def _run(service: Service, call: Call, name: str) -> AsyncGenerator[_News]:
-  """Snapshots of all prompts as they come. Leaving it ends the requests."""
+async def _run(service: Service, call: Call, name: str, caller: Caller, queued: asyncio.Event
+               ) -> AsyncGenerator[_News]:
+  """Snapshots of all prompts as they come. Leaving it ends the requests.
+
+  queued: is set once the engine has taken all of them.
+  """
   news: asyncio.Queue[_News | Exception] = asyncio.Queue(1)  # a reader that is slow misses some
+  untaken = set(range(len(call.prompts)))
+
+  def taken(i: int) -> None:
+    untaken.discard(i)
+    if not untaken:
+      queued.set()
 
   async def follow(i: int) -> None:
     try:
       stream = service.stream(call.prompts[i], call.params, request_id=f"{name}-{i}",
-                              priority=call.priority, cache_salt=call.cache_salt)
+                              priority=call.priority, cache_salt=call.cache_salt,
+                              caller=caller, queued=functools.partial(taken, i))
       async with contextlib.aclosing(stream):  # type: ignore[type-var]
         async for output, deltas in stream:
           await news.put(_News(i, output, deltas))
@@ -89,22 +129,33 @@ async def _run(service: Service, call: Call, name: str) -> AsyncGenerator[_News]
     await asyncio.wait(tasks)
 
 
-async def _events(answer: Answer, first: _News, news: AsyncGenerator[_News]
-                  ) -> AsyncIterator[bytes]:
+async def _events(answer: Answer, first: asyncio.Future[_News], news: AsyncGenerator[_News],
+                  caller: Caller) -> AsyncIterator[bytes]:
   try:
-    async with contextlib.aclosing(news):
-      item: _News | None = first
-      while item is not None:
-        yield b"".join(map(answer.event, answer.chunks(*item)))
-        item = await anext(news, None)
+    for pause in itertools.chain([COMMENT_AFTER], itertools.repeat(COMMENT_EVERY)):
+      if (await asyncio.wait({first}, timeout=pause))[0]:
+        break
+      yield QUEUED
+    item: _News | None = await first
+    while item is not None:
+      yield b"".join(map(answer.event, answer.chunks(*item)))
+      item = await anext(news, None)
     yield b"".join(map(answer.event, answer.closing())) + answer.last_event
   except Exception as error:  # the status is sent: all that is left is an event
-    yield answer.failure(refusal(error))
+    yield answer.failure(refusal(error, request_id=caller.request_id))
 
 
 class _EventStream(StreamingResponse):
-  """Closes its events when it is cancelled, at once; StreamingResponse leaves that to chance."""
+  """Ends what its events come from when it is over or cancelled, at once, even if none was sent;
+  StreamingResponse leaves that to chance."""
+
+  def __init__(self, events: AsyncIterator[bytes], leave: Callable[[], Awaitable[None]]):
+    super().__init__(events, media_type="text/event-stream", headers=EVENT_HEADERS)
+    self._events, self._leave = events, leave
 
   async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-    async with contextlib.aclosing(self.body_iterator):  # type: ignore[type-var]
-      await self.stream_response(send)
+    try:
+      async with contextlib.aclosing(self._events):  # type: ignore[type-var]
+        await self.stream_response(send)
+    finally:
+      await self._leave()

@@ -58,6 +58,7 @@ class Gate:
     except _Gone:
       return
     except Refused as error:
+      scope["state"]["reason"] = error.reason
       # The rest of the body may still be under way.
       headers = error.headers | {"Connection": "close"}
       await json_response(error.body, error.status, headers)(scope, receive, send)
@@ -79,9 +80,12 @@ class Gate:
 
   async def _enter(self, scope: Scope, receive: Receive) -> bytes:
     """The body of an allowed request."""
-    header = dict(scope["headers"]).get(b"authorization")
+    found = dict(scope["headers"]).get(b"authorization")
+    header = None if found is None else found.decode("latin-1")
     is_open = scope["path"] in OPEN_PATHS
-    allowed = is_open or self._tokens.allows(None if header is None else header.decode("latin-1"))
+    allowed = is_open or self._tokens.allows(header)
+    address = scope["client"][0] if scope["client"] else ""
+    scope["state"]["client"] = self._tokens.client(header) or address
     try:
       async with asyncio.timeout(self._body_timeout):
         body = await self._read(receive, self._max_body_bytes if allowed else 0)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 import uvicorn
 
 from serving.auth import Tokens
+from serving.http_access import Access
 from serving.http_app import make_app
 from serving.http_connections import BACKLOG, Connections, Limits
 from serving.http_front import Cors, front
@@ -82,9 +83,10 @@ async def start(service: Service, options: Options | None = None,
   draining = asyncio.Event()
   gate = Gate(make_app(service, draining), Tokens(options.tokens), draining,
               max_body_bytes=options.max_body_bytes, body_timeout=BODY_TIMEOUT)
+  app = Access(front(gate, options.cors), service.metrics, service.policy.access_log)
   # uvicorn's warnings are a line for each malformed request: those are counted instead.
   server = _Uvicorn(uvicorn.Config(
-      front(gate, options.cors), http="h11", ws="none", lifespan="off", log_config=None,
+      app, http="h11", ws="none", lifespan="off", log_config=None,
       log_level="error", access_log=False, server_header=False,
       timeout_keep_alive=options.limits.keep_alive,  # type: ignore[arg-type]  # call_later's
       timeout_graceful_shutdown=CLOSING, h11_max_incomplete_event_size=MAX_HEADER_BYTES,

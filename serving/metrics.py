@@ -37,7 +37,7 @@ PER_REQUEST = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 4
                120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 # There from the start, with 0.
-ERRORS = ("ValueError", "QueueFull", "Draining", "EngineDead", "RequestFailed")
+ERRORS = ("ValueError", "QueueFull", "ShareFull", "Draining", "EngineDead", "RequestFailed")
 
 
 class Metrics:

@@ -9,6 +9,7 @@ from typing import Any
 
 from jspec import Draining, EngineDead, QueueFull, RequestFailed
 from serving.service import sampling_field
+from serving.shares import ShareFull
 
 MAX_MESSAGE = 400  # characters: what a client sent is not sent back to it whole
 _PROMPT = re.compile(r"(the |a )?prompt\b")
@@ -16,6 +17,7 @@ _TOO_LONG = re.compile(r"the prompt has \d+ (characters|tokens)\b")
 # Of a request's other fields, those that jspec's errors begin with.
 _OTHERS = ("request_id", "priority", "cache_salt", "chat_template_kwargs", "tools",
            "continue_final_message")
+REASONS = {400: "invalid", 404: "not_found", 405: "method", 408: "timeout"}
 log = logging.getLogger("jspec.http")
 
 
@@ -29,15 +31,16 @@ class Refused(Exception):
     self.status, self.headers = status, dict(headers or {})
     message = message if len(message) <= MAX_MESSAGE else message[:MAX_MESSAGE] + "..."
     self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    self.reason = code or REASONS.get(status, "other")  # for counting: one of a few
 
 
 def refusal(error: Exception, prompt_field: str | None = None,
-            otherwise: str | None = None) -> Refused:
+            otherwise: str | None = None, request_id: str | None = None) -> Refused:
   """Any error as what the client is told.
 
   Args:
     prompt_field: what the request calls its prompt. otherwise: the field of a ValueError that names
-      none.
+      none. request_id: of the log.
   """
   match error:
     case Refused():
@@ -47,6 +50,9 @@ def refusal(error: Exception, prompt_field: str | None = None,
       # What gateways look for, to shorten the prompt or to choose another model.
       code = "context_length_exceeded" if _TOO_LONG.match(str(error)) else None
       return Refused(str(error), param, code=code)
+    case ShareFull():
+      return Refused(str(error), status=429, kind="rate_limit_error", code="client_queue_full",
+                     headers={"Retry-After": "1"})
     case QueueFull():
       return Refused(str(error), status=429, kind="rate_limit_error", code="queue_full",
                      headers={"Retry-After": "1"})
@@ -56,7 +62,7 @@ def refusal(error: Exception, prompt_field: str | None = None,
       return Refused(message, status=503, kind="server_error", code="unavailable")
     case RequestFailed():  # the engine has logged it
       return Refused(str(error), status=500, kind="server_error", code="request_failed")
-  log.error("a request failed", exc_info=error)
+  log.error("request %s failed", request_id or "", exc_info=error)
   return Refused("internal error: see the server's log", status=500, kind="server_error",
                  code="internal_error")
 

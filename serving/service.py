@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import dataclasses
 import re
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
 from jspec import AsyncLLM, CompletionOutput, Logprob, RequestOutput, SamplingParams
 from serving.metrics import Metrics
+from serving.shares import Shares
 
 # What a model's generation_config.json sets for requests that don't say.
 MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -58,6 +59,9 @@ class Policy:
     plain_message_content: control tokens in the contents of messages are text like any other.
     show_cached_tokens: answers say how much of a prompt the prefix cache had, which tells a client
       what others have asked.
+    client_priority: requests may have a priority; else all are first come, first served.
+    max_outputs_per_client, max_tokens_per_client: see Shares.
+    access_log: a line for each request.
   """
 
   strict: bool = False
@@ -65,6 +69,22 @@ class Policy:
   chat_template: str | None = None
   plain_message_content: bool = True
   show_cached_tokens: bool = False
+  client_priority: bool = False
+  max_outputs_per_client: int | None = None
+  max_tokens_per_client: int | None = None
+  access_log: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Caller:
+  """Who asks, and how the log names the request.
+
+  Args:
+    client: has a share of the queue; the same for all requests with one key, or of one address.
+  """
+
+  client: str = ""
+  request_id: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +111,7 @@ class Service:
                policy: Policy | None = None, aliases: Sequence[str] = ()):
     self.engine, self.model_name, self.metrics = engine, model_name, metrics
     self.policy = policy or Policy()
+    self.shares = Shares(self.policy.max_outputs_per_client, self.policy.max_tokens_per_client)
     self.model_names = tuple(dict.fromkeys((model_name, *aliases)))
 
   async def encode_chat(self, chat: Conversation) -> list[int]:
@@ -111,16 +132,23 @@ class Service:
       raise ValueError("the chat template cannot write what is nested so deeply") from None
 
   async def stream(self, prompt: str | Sequence[int], params: SamplingParams, *,
-                   request_id: str | None = None, priority: int = 0, cache_salt: str | None = None
+                   request_id: str | None = None, priority: int = 0, cache_salt: str | None = None,
+                   caller: Caller = Caller(), queued: Callable[[], None] | None = None
                    ) -> AsyncGenerator[tuple[RequestOutput, list[Delta]], None]:
     """Each snapshot of the request with what is new in it; the last one is finished.
 
-    Raises what AsyncLLM.generate raises. Leaving it ends the request.
+    Raises what AsyncLLM.generate raises. Leaving it ends the request. queued: called once the
+    engine has taken it.
     """
     shown: dict[int, CompletionOutput] = {}
-    snapshots = self.engine.generate(prompt, params, request_id=request_id, priority=priority,
-                                     cache_salt=cache_salt)
-    with self.metrics.request(params) as observe:
+    with (self.metrics.request(params) as observe,
+          self.shares.request(caller.client, params.n) as take_tokens):
+      if priority and not self.policy.client_priority:
+        raise ValueError(f"priority={priority} is not for clients to choose here: requests are "
+                         "first come, first served (--scheduling-policy fcfs)")
+      snapshots = self.engine.generate(
+          prompt, params, request_id=request_id, priority=priority, cache_salt=cache_salt,
+          admit=lambda group: take_tokens(group.most_tokens), queued=queued)
       async with contextlib.aclosing(snapshots):  # leaving it is what frees the slot
         async for output in snapshots:
           observe(output)
@@ -130,10 +158,11 @@ class Service:
 
   async def complete(self, prompt: str | Sequence[int], params: SamplingParams, *,
                      request_id: str | None = None, priority: int = 0,
-                     cache_salt: str | None = None) -> RequestOutput:
+                     cache_salt: str | None = None,
+                     caller: Caller = Caller()) -> RequestOutput:
     """The finished output."""
     stream = self.stream(prompt, params, request_id=request_id, priority=priority,
-                         cache_salt=cache_salt)
+                         cache_salt=cache_salt, caller=caller)
     async with contextlib.aclosing(stream):
       async for output, _ in stream:
         if output.finished:

@@ -26,6 +26,7 @@ from serving import command, grpc_server, http_server, server
 from serving.client import Client
 from serving.log_lines import fields
 from serving.process import ServerProcess
+from serving.service import Policy
 
 ROOT = pathlib.Path(__file__).parent.parent
 # The tiny model behind the real command: with room for answers that take a while, and with one
@@ -117,7 +118,7 @@ def test_server_flags_reach_the_server(served, tmp_path, monkeypatch):
   assert settings == server.Settings(
       model_name="mine", http=http_server.Options(port=0, max_body_bytes=1000, **own),
       grpc=grpc_server.Options(port=77, max_message_bytes=1000, **own),
-      max_queue=3, steps_per_turn=4, drain_timeout=2.5)
+      max_queue=3, steps_per_turn=4, drain_timeout=2.5, policy=Policy(max_outputs_per_client=1))
   assert served("--no-http")[1].http is None
   assert served("--no-grpc")[1].grpc is None
 

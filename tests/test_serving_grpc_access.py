@@ -38,7 +38,7 @@ class FakeEngine:
   """Answers "ab", its b after `go` was set; or raises `error`."""
 
   def __init__(self):
-    self.llm = types.SimpleNamespace(max_model_len=96)
+    self.llm = types.SimpleNamespace(max_model_len=96, get_metrics=list)
     self.is_healthy = True
     self.error: Exception | None = None
     self.go = asyncio.Event()
@@ -47,9 +47,11 @@ class FakeEngine:
   def stats(self):
     return EngineStats()
 
-  async def generate(self, prompt, params, *, request_id, priority, cache_salt):
+  async def generate(self, prompt, params, *, request_id, priority, cache_salt, admit, queued):
     if self.error:
       raise self.error
+    if queued:
+      queued()
     yield RequestOutput(request_id, prompt, (1,), (CompletionOutput(0, "a", (3,)),))
     try:
       await self.go.wait()

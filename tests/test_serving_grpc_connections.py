@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import logging
 import pathlib
 
 import grpc
@@ -13,6 +14,9 @@ from served import serve
 from test_serving_grpc_access import FakeEngine
 
 from serving import client, grpc_options
+from serving import jspec_pb2 as pb
+from serving import jspec_pb2_grpc as pb_grpc
+from serving.shares import Shares
 
 HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))  # RFC 9113, 3.4
 
@@ -86,3 +90,55 @@ def test_a_connection_without_calls_is_closed_in_the_end():
       return channel.get_state()
 
   assert serve(FakeEngine, scenario, keep_alive=1) is grpc.ChannelConnectivity.IDLE
+
+
+def test_calls_are_counted_logged_and_bounded_by_client(caplog):
+  async def scenario(address, service, server):
+    service.shares = Shares(max_outputs=1)
+    async with client.AsyncClient(address, token="a", retries=0) as a, client.AsyncClient(
+        address, token="b", retries=0) as b, client.AsyncClient(address, retries=0) as nobody:
+      stream = a.generate("secret")
+      await anext(stream)
+      with pytest.raises(grpc.aio.AioRpcError) as full:
+        await a.generate_unary("secret")
+      service.engine.go.set()
+      assert (await b.generate_unary("secret")).text == "ab"
+      with pytest.raises(grpc.aio.AioRpcError, match="--scheduling-policy fcfs"):
+        await b.generate_unary("secret", priority=1)
+      with pytest.raises(grpc.aio.AioRpcError):
+        await nobody.generate_unary("secret")
+      async for _ in stream:
+        pass
+      assert (await a.generate_unary("secret")).text == "ab"
+    rows = service.metrics.registry.collect()
+    counts = {(s.labels["status"], s.labels["reason"]): s.value for row in rows
+              for s in row.samples if s.name == "jspec:refusals_total"}
+    return full.value, counts
+
+  caplog.set_level(logging.INFO)
+  full, counts = serve(FakeEngine, scenario, tokens=["a", "b"])
+  assert full.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+  assert ("retry-after", "1") in tuple(full.trailing_metadata())
+  assert counts == {("RESOURCE_EXHAUSTED", "client_queue_full"): 1,
+                    ("INVALID_ARGUMENT", "invalid"): 1, ("UNAUTHENTICATED", "invalid_api_key"): 1}
+  lines = [r.message for r in caplog.records if r.name == "serving.access"]
+  assert len(lines) == 5 and "secret" not in caplog.text
+  assert lines[0].startswith("grpc client=127.0.0.1 method=GenerateUnary status=RESOURCE_EXHAUSTED")
+
+
+def test_a_stream_begins_while_its_request_waits():
+  class Waiting(FakeEngine):
+    async def generate(self, *arguments, queued, **options):
+      queued()
+      await self.go.wait()
+      async for output in super().generate(*arguments, queued=None, **options):
+        yield output
+
+  async def scenario(address, service, server):
+    async with grpc.aio.insecure_channel(address) as channel:
+      call = pb_grpc.JspecStub(channel).Generate(pb.GenerateRequest(text="a"))
+      await asyncio.wait_for(call.initial_metadata(), 30)  # waits for ever where it comes late
+      service.engine.go.set()
+      return "".join([o.text async for reply in call for o in reply.outputs])
+
+  assert serve(Waiting, scenario) == "ab"
