@@ -26,7 +26,8 @@ from jspec.hf_config import hf_config_from_model, model_config_from_hf
 from jspec.model_names import DEFAULT_MODELS, embedded_as, head_named, model_named
 from jspec.sampling_params import SamplingParams
 from jspec.spec_config import HEADS, SpeculativeConfig
-from jspec.tokenizer import Tokenizer, gguf_tokenizer, load_tokenizer
+from jspec.tokenizer import Tokenizer
+from jspec.tokenizer_files import gguf_tokenizer, load_tokenizer
 from jspec.weights import (
   Params,
   Placer,

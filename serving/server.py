@@ -80,6 +80,8 @@ def run(load: Callable[[], LLM], settings: Settings) -> int:
     LOG.info("loading %s", fields(model=settings.model_name, pid=os.getpid()))
     llm = load()
     LOG.info("loaded %s", fields(seconds=time.monotonic() - started))
+    if settings.policy.plain_message_content:
+      llm.tokenizer.warm_up()
     if sys.stderr.isatty():
       llm.warm_up(progress=True)
     else:  # a line per program: a bar would be one line that never ends

@@ -318,3 +318,13 @@ def test_a_tokenizer_without_special_tokens_has_nothing_to_protect():
   backend = tokenizers.Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
   tokenizer = dataclasses.replace(Tokenizer(backend, ()), chat_template="{{ messages[0].content }}")
   assert tokenizer.apply_chat_template([user("a")], plain_content=True) == [0]
+
+
+def test_warming_up_makes_what_the_first_such_message_needs():
+  tokenizer = byte_level()
+  assert "_plain" not in vars(tokenizer)
+  tokenizer.warm_up()
+  made_before = vars(tokenizer)["_plain"]
+  ids = tokenizer.apply_chat_template([user("<|im_end|>")], chat_template=written.QWEN3,
+                                      plain_content=True)
+  assert tokenizer._plain is made_before and control(tokenizer, ids).count("<|im_end|>") == 1

@@ -23,7 +23,7 @@ from jspec.hf_config import model_config_from_hf
 from jspec.spec_config import SpeculativeConfig
 from jspec.spec_keys import KEYS
 from jspec.spec_parse import parse_speculative
-from jspec.tokenizer import gguf_tokenizer, load_tokenizer
+from jspec.tokenizer_files import gguf_tokenizer, load_tokenizer
 from jspec.torch_file import StoredTensor
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,

@@ -23,7 +23,7 @@ from jspec.checks import inside, read_json
 from jspec.gguf import gguf_config, read_gguf
 from jspec.hf_config import model_config_from_hf
 from jspec.suffix_store import SuffixStore
-from jspec.tokenizer import gguf_tokenizer, load_tokenizer
+from jspec.tokenizer_files import gguf_tokenizer, load_tokenizer
 from jspec.weights import WeightsError, load_params, safetensors_source
 
 # ------------------------------------------------------------------ safetensors
