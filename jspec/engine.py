@@ -110,6 +110,12 @@ class Engine:
       self._count(finished="error")
     self._forget_idle()
 
+  def forget(self) -> None:
+    """Leaves new requests nothing of earlier ones: neither pages nor outputs to draft from."""
+    self.scheduler.allocator.forget()
+    if self.drafter.feed is not None:
+      self.drafter.feed.forget()
+
   @contextlib.contextmanager
   def _blaming(self, request: Request) -> Iterator[None]:
     """An exception ends this request and no other, unless the device's state went with it."""
@@ -137,12 +143,7 @@ class Engine:
 
   def stats(self) -> EngineStats:
     """What it has done so far. May be called from any thread."""
-    scheduler = self.scheduler
-    return dataclasses.replace(
-        self._totals, num_running=len(scheduler.running), num_waiting=scheduler.num_waiting,
-        num_pages=scheduler.allocator.num_pages, num_free_pages=scheduler.allocator.num_free,
-        prefix_queries=scheduler.prefix_queries, prefix_hits=scheduler.prefix_hits,
-        num_preemptions=scheduler.num_preemptions)
+    return dataclasses.replace(self._totals, **self.scheduler.counts())
 
   def step(self, num_steps: int = MAX_STEPS, batch: bool = False) -> list[Request]:
     """Admits and prefills what fits, starts up to num_steps steps; the requests that changed.

@@ -288,6 +288,16 @@ class LLM:
     """What the engine has done since its start: vLLM's names, under the prefix jspec."""
     return metrics_of(self.engine.stats())
 
+  def reset_prefix_cache(self) -> bool:
+    """Forgets what earlier requests left: their pages, and their outputs to draft from (suffix).
+
+    False, and nothing is done, while requests run or wait.
+    """
+    if self.engine.busy:
+      return False
+    self.engine.forget()
+    return True
+
   def warm_up(self, progress: bool | None = None) -> None:
     """Compiles every program, so that no request waits for it; measures steps where they count.
 

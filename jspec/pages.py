@@ -84,6 +84,13 @@ class PageAllocator:
       if key is not None:
         del self._page[key]
 
+  def forget(self) -> None:
+    """Nothing that was published is found any more; who owns pages keeps them."""
+    self._empty += self._idle
+    self._idle.clear()
+    self._page.clear()
+    self._key.clear()
+
   def find(self, keys: Sequence[bytes]) -> list[int]:
     """The published pages of the first keys, up to one that is missing. Share them at once."""
     pages = []

@@ -43,6 +43,10 @@ class Replicas:
   def fail(self, request: Request, reason: str) -> None:
     self._home.pop(request, self.engines[0]).fail(request, reason)
 
+  def forget(self) -> None:
+    for engine in self.engines:
+      engine.forget()
+
   def step(self, num_steps: int = MAX_STEPS, batch: bool = False) -> list[Request]:
     """Engine.step of all of them: their devices work at the same time."""
     busy = [e for e in self.engines if e.busy]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
+from typing import Any
 
 from jspec.pages import PageAllocator, PageKeys
 from jspec.request import Request
@@ -73,6 +74,13 @@ class Scheduler:
   @property
   def num_waiting(self) -> int:
     return len(self._waiting)
+
+  def counts(self) -> dict[str, Any]:
+    """Its part of EngineStats, by field."""
+    return dict(num_running=len(self.running), num_waiting=self.num_waiting,
+                num_pages=self.allocator.num_pages, num_free_pages=self.allocator.num_free,
+                prefix_queries=self.prefix_queries, prefix_hits=self.prefix_hits,
+                num_preemptions=self.num_preemptions)
 
   def _pages(self, num_tokens: int) -> int:
     return -(-num_tokens // self.page_size)

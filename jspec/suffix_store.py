@@ -33,6 +33,9 @@ class SuffixStore:
     if self.max_tokens < 2:
       raise ValueError(f"{max_bytes=} must be at least {4 * _TOKEN_BYTES}")
     self.num_windows, self.window_len = num_windows, window_len
+    self.clear()
+
+  def clear(self) -> None:
     self._token = array("i")
     self._before = [array("q") for _ in ORDERS]  # the last place with the same hash
     self._latest = [array("q", [END]) * NUM_HEADS for _ in ORDERS]

@@ -6,6 +6,7 @@ import time
 
 from jspec import LLM, SamplingParams, hub
 from jspec.bench.datasets import load_prompts
+from jspec.bench.runner import cold
 from scripts.device_check import Clock, Setup, say
 
 
@@ -29,14 +30,15 @@ def speculation(setup: Setup, clock: Clock, found: dict, report: dict) -> None:
     for method, config in {"none": None, "ngram": {"method": "ngram"}}.items():
       llm = LLM(loaded, dtype=dtype, max_model_len=1024, max_num_seqs=batch,
                 speculative_config=config)
-      llm.generate(prompts, params)  # compiles
+      llm.generate(cold(prompts), params)  # compiles
       start = time.perf_counter()
-      outputs[method] = llm.generate(prompts, params)
+      outputs[method] = llm.generate(cold(prompts), params)
       seconds = time.perf_counter() - start
       steps = sum((o.speculation for o in outputs[method][1:]), outputs[method][0].speculation)
       found[f"batch {batch}, {method}"] = row = {
           "tokens_per_s": sum(len(o.token_ids) for o in outputs[method]) / seconds,
-          "tokens_per_step": steps.tokens_per_step, "acceptance_rate": steps.acceptance_rate}
+          "tokens_per_step": steps.tokens_per_step, "acceptance_rate": steps.acceptance_rate,
+          "cached_tokens": sum(o.num_cached_tokens for o in outputs[method])}
       say(f"batch {batch}, {method}: {row}")
     same = [a.token_ids == b.token_ids for a, b in zip(*outputs.values(), strict=True)]
     found[f"batch {batch}, prompts with the same text"] = f"{sum(same)} of {len(same)}"

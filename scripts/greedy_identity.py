@@ -15,6 +15,7 @@ import safetensors.numpy
 
 from jspec import LLM, SamplingParams, hub
 from jspec.bench.datasets import load_prompts
+from jspec.bench.runner import cold
 
 NEAR_TIE = 1e-3
 
@@ -76,7 +77,7 @@ def main() -> int:
     for batch_size in args.batch_sizes:
       run = lambda config, b=batch_size: LLM(
           loaded, dtype=args.dtype, max_model_len=1024, max_num_seqs=b, numerics=args.numerics,
-          speculative_config=config).generate(prompts, params, use_tqdm=sys.stderr.isatty())
+          speculative_config=config).generate(cold(prompts), params, sys.stderr.isatty())
       plain = run(None)
       for method, config in methods.items():
         output = run(config)
@@ -85,7 +86,8 @@ def main() -> int:
         stats = sum((o.speculation for o in output[1:]), output[0].speculation)
         print(f"batch {batch_size}, {method}: {len(prompts) - real - near} of {len(prompts)} "
               f"prompts identical, {near} near-ties, {real} others; {args.dtype} {args.numerics}, "
-              f"{stats.tokens_per_step:.2f} tokens/step, acceptance {stats.acceptance_rate:.2f}",
+              f"{stats.tokens_per_step:.2f} tokens/step, acceptance {stats.acceptance_rate:.2f}, "
+              f"cached tokens {sum(o.num_cached_tokens for o in output)}",
               flush=True)
   return 1 if failed else 0
 

@@ -2,8 +2,8 @@
 
   python scripts/head_report.py --dataset question.jsonl --limit-per-task 6 --head HEAD --tokens 2 3
 
-Greedy, one request at a time, every setting on every prompt in one process. A prompt counts where
-no text loops (see jspec/bench/runner.py): a loop is drafted too easily.
+Greedy, one request at a time, every setting on every prompt in one process, prompts new to all of
+them. A prompt counts where no text loops (see jspec/bench/runner.py): a loop is drafted too easily.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def lines(title: str, results: list[Result], max_tokens: int, ends):
       depths = " ".join(f"{x:.3f}" for x in found["acceptance_per_position"])
       yield (f"  {name}: {found['ratio']:.3f} x plain ({found['decode_ratio']:.3f} without "
              f"prefill), {found['tokens_per_step']:.3f} tokens per step, accepted by depth "
-             f"[{depths}], identical {found['identical_to_plain']}")
+             f"[{depths}], identical {found['identical_to_plain']}, cached tokens "
+             f"{found['cached_tokens']}")
 
 
 def main():
@@ -77,14 +78,15 @@ def main():
   add("--max-prompt", type=int, default=900)
   add("--max-tokens", type=int, default=96)
   add("--repeats", type=int, default=1)
+  add("--warm-prompts", action="store_true", help="as in jspec bench")
   add("--json", type=pathlib.Path)
   args = parser.parse_args()
   fields = {"max_num_seqs": 1, "max_model_len": args.max_prompt + args.max_tokens}
   greedy = SamplingParams(temperature=0.0, max_tokens=args.max_tokens)
   plain = LLM(args.target, **fields)
-  engines = [llm_engine(metrics.PLAIN, plain, greedy)] + [
-      llm_engine(name, LLM(plain.loaded, speculative_config=speculation, **fields), greedy)
-      for name, speculation in settings(args)]
+  engines = [llm_engine(metrics.PLAIN, plain, greedy, args.warm_prompts)] + [
+      llm_engine(name, LLM(plain.loaded, speculative_config=speculation, **fields), greedy,
+                 args.warm_prompts) for name, speculation in settings(args)]
   groups = make_groups(*chosen(args, plain), 1)
   results = run_interleaved(engines, groups, args.max_tokens, args.repeats)
   ends = frozenset(plain.tokenizer.eos_ids)

@@ -60,6 +60,8 @@ def parser() -> argparse.ArgumentParser:
       help="at most (default: %(default)s)")
   add("--system-words", type=int, default=0, help="of a system message that all have in common")
   add("--raw", action="store_true", help="don't apply the chat template")
+  add("--warm-prompts", action="store_true", help="let prompts that come again be found in the "
+      "prefix cache (default: all are new, but for --system-words)")
   add("--temperature", type=float, default=0.0)
   add("--ignore-eos", action="store_true", help="outputs as long as drawn; they may loop")
   add("--leaving", type=float, default=0.0, metavar="SHARE", help="clients that go away early")
@@ -96,7 +98,8 @@ def workload(args: argparse.Namespace) -> Workload:
   words = args.prompt_words
   prompts = () if words else [prompt.messages for prompt in load_prompts(args.prompts)]
   return Workload(words or prompts, args.output_tokens, args.system_words,
-                  args.temperature, args.ignore_eos, args.leaving, args.seed)
+                  args.temperature, args.ignore_eos, args.leaving, args.seed,
+                  args.warm_prompts)
 
 
 def serve(args: argparse.Namespace, mode: str, stack: contextlib.ExitStack) -> ServerProcess:

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import json
 import time
+import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -80,6 +81,8 @@ class HttpDoor:
       "model": self._model, "max_tokens": planned.max_tokens, "temperature": planned.temperature,
       "seed": planned.seed, "ignore_eos": planned.ignore_eos, "stream": True,
       "stream_options": {"include_usage": True}}
+    if planned.cold:
+      body["cache_salt"] = uuid.uuid4().hex
     if self._raw:
       body["prompt"] = _joined(planned)
     else:
@@ -119,7 +122,7 @@ class GrpcDoor:
   async def stream(self, planned: Planned) -> AsyncGenerator[Progress, None]:
     request = jspec_pb2.GenerateRequest(params=jspec_pb2.SamplingParams(
         temperature=planned.temperature, seed=planned.seed, max_tokens=planned.max_tokens,
-        ignore_eos=planned.ignore_eos))
+        ignore_eos=planned.ignore_eos), cache_salt=uuid.uuid4().hex if planned.cold else None)
     if self._raw:
       request.text = _joined(planned)
     else:

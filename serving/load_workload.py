@@ -61,6 +61,7 @@ class Planned:
   seed: int
   ignore_eos: bool
   leaves_after: int | None = None
+  cold: bool = False  # its prompt is new to the prefix cache, whatever was asked before
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +72,8 @@ class Workload:
     prompts: one is drawn for each request; Lengths are those of prompts made of random words.
     system_words: of a system message that all requests of a seed begin with; 0 for none.
     leaving: share of the clients that go away before their answer is complete.
+    warm: prompts that come again may be found in the prefix cache. Those with a system message in
+      common may anyway.
   """
 
   prompts: Sequence[Messages] | Lengths = Lengths("uniform", (16, 128))
@@ -80,6 +83,7 @@ class Workload:
   ignore_eos: bool = False
   leaving: float = 0.0
   seed: int = 0
+  warm: bool = False
 
   def requests(self, run: str) -> Iterator[Planned]:
     """Without end, and the same whenever the seed and the name of the run are the same."""
@@ -93,7 +97,8 @@ class Workload:
         messages = rng.choice(self.prompts)
       tokens, leaves = self.output_tokens.draw(rng), rng.random() < self.leaving
       yield Planned([*system, *messages], tokens, self.temperature, i, self.ignore_eos,
-                    rng.randint(1, max(1, tokens // 2)) if leaves else None)
+                    rng.randint(1, max(1, tokens // 2)) if leaves else None,
+                    cold=not (self.warm or shared))
 
 
 def arrivals(rate: float, seconds: float, rng: random.Random) -> list[float]:

@@ -58,7 +58,11 @@ class FakeLLM:
     return self._run(prompts, params)
 
   def generate(self, prompts, params=None):
-    return [self._output(ids, params or SamplingParams(), None) for ids in prompts]
+    given = [p["prompt_token_ids"] if isinstance(p, dict) else p for p in prompts]
+    return [self._output(ids, params or SamplingParams(), None) for ids in given]
+
+  def reset_prefix_cache(self):
+    return True
 
   def _run(self, prompts, params):
     self.prompts += prompts

@@ -8,6 +8,7 @@ import pathlib
 
 import pytest
 from fake_llm import FakeLLM
+from tiny_llm import greedy, is_idle, tiny_llm
 
 from jspec import cli
 from jspec.bench import datasets, metrics, report
@@ -22,9 +23,11 @@ from jspec.bench.runner import (
   Run,
   Sample,
   is_loop,
+  llm_engine,
   make_groups,
   run_interleaved,
 )
+from jspec.drafters.base import Feed
 from jspec.outputs import SpeculativeStats
 from jspec.sampling_params import SamplingParams
 
@@ -116,14 +119,50 @@ def test_runs_alternate_and_follow_a_warm_up():
     def generate(prompts, max_tokens):
       calls.append((name, prompts[0][0], max_tokens))
       return [Sample((1, 2), 0.0, 0.0)]
-    return Engine(name, generate)
+    return Engine(name, generate, lambda: calls.append((name, "forgets")))
 
   groups = [Group("t", [[0]]), Group("t", [[1]])]
   results = run_interleaved([engine("p"), engine("s")], groups, 128, 2)
   assert calls == [("p", 0, 8), ("s", 0, 8), ("p", 1, 8), ("s", 1, 8),
-                   ("p", 0, 128), ("s", 0, 128), ("s", 0, 128), ("p", 0, 128),
-                   ("s", 1, 128), ("p", 1, 128), ("p", 1, 128), ("s", 1, 128)]
+                   ("p", "forgets"), ("s", "forgets"),
+                   ("p", 0, 128), ("s", 0, 128), ("s", 1, 128), ("p", 1, 128),
+                   ("p", "forgets"), ("s", "forgets"),
+                   ("s", 0, 128), ("p", 0, 128), ("p", 1, 128), ("s", 1, 128)]
   assert [len(result.runs["p"]) for result in results] == [2, 2]
+
+
+@pytest.mark.parametrize("warm, cached", [(False, [0, 0]), (True, [16, 8])])
+def test_prompts_are_new_to_an_engine_in_every_run_unless_it_is_to_be_warm(warm, cached):
+  """One prompt has two full pages, the other one; they begin alike, and were read to warm up."""
+  prompts = [[*range(5, 13), *range(20, 31)], [*range(5, 13), 40, 41]]
+  llm = tiny_llm("ngram")
+  assert llm.reset_prefix_cache()
+  engine = llm_engine(metrics.PLAIN, llm, greedy(), warm)
+  results = run_interleaved([engine], [Group("t", prompts)], 3, 2)
+  runs = results[0].runs[metrics.PLAIN]
+  assert [[s.cached_tokens for s in run.samples] for run in runs] == [cached] * 2
+  assert runs[0].samples[0].token_ids == llm.generate(prompts, greedy(max_tokens=3))[0].token_ids
+  numbers = metrics.summarise(results, 3, True)
+  assert numbers["all"]["engines"][metrics.PLAIN]["cached_tokens"] == sum(cached)
+  assert numbers["all"]["prompt_tokens"] == 29
+  assert numbers["groups"][0]["engines"][metrics.PLAIN]["cached_tokens"] == cached
+
+
+def test_what_an_llm_has_learned_of_earlier_prompts_it_forgets(monkeypatch):
+  """Pages, and what drafters keep of outputs; not while a request runs."""
+  llm, forgotten = tiny_llm("ngram"), []
+  feed = Feed(lambda texts: llm.engine._params["draft"], 1, lambda prompt, output: None,
+              lambda: forgotten.append(True))
+  monkeypatch.setattr(llm.engine, "drafter", llm.engine.drafter._replace(feed=feed))
+  prompt = [*range(30, 50)]
+  cached = lambda: llm.generate([prompt], greedy(max_tokens=2))[0].num_cached_tokens
+  cached()
+  assert cached() == 16 and llm.reset_prefix_cache() and cached() == 0 and cached() == 16
+  stream = llm.stream([prompt], greedy(max_tokens=9, ignore_eos=True))
+  next(stream)
+  assert not llm.reset_prefix_cache() and forgotten == [True]
+  stream.close()
+  assert cached() == 16 and is_idle(llm)
 
 
 NOT_DRAFTED = SpeculativeStats()
@@ -173,6 +212,7 @@ def test_a_benchmark_of_loops_alone_says_so():
              "settings": {"max_tokens": 64, "repeats": 3}}
   assert numbers["without_loops"] is None
   assert "looping texts included" in report.table(numbers)
+  assert "Cached tokens: plain 0, speculative 0, of 7 prompt tokens." in report.table(numbers)
 
 
 @pytest.fixture
@@ -189,6 +229,7 @@ def test_bench_writes_table_and_json(fake, capsys, tmp_path):
   assert out.startswith("task") and "chat" in out and "Speculation makes this" in out
   numbers = json.loads(file.read_text(encoding="utf-8"))
   assert numbers["settings"]["max_tokens"] == 128 and numbers["settings"]["repeats"] == 2
+  assert not numbers["settings"]["warm_prompts"]
   assert {"command", "date", "machine", "versions", "peak_memory_mib"} <= set(numbers)
   assert numbers["machine"]["cores"] >= 1 and numbers["versions"]["jax"]
   assert numbers["all"]["requests"] == 3 and len(numbers["groups"]) == 3

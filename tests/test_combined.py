@@ -124,13 +124,16 @@ def test_only_two_chains_make_a_chain(first, second, is_chain):
 
 def test_the_combined_drafter_needs_what_both_need():
   fed = []
-  feed = Feed(lambda texts: {"fed": texts}, 9, lambda prompt, output: fed.append((prompt, output)))
+  feed = Feed(lambda texts: {"fed": texts}, 9, lambda prompt, output: fed.append((prompt, output)),
+              fed.clear)
   drafter, params = combine(canned(3, 2, 1, feed=feed), "before", canned(
       3, 2, 1, feature_layers=(1, 2), num_scratch=9), "second's")
   assert params == ("before", "second's")
   assert drafter.feed.params([[1], None]) == ({"fed": [[1], None]}, "second's")
   drafter.feed.finished([1], [2])
   assert fed == [([1], [2])]
+  drafter.feed.forget()
+  assert fed == []
   assert (drafter.feature_layers, drafter.num_scratch, drafter.lookahead) == ((1, 2), 9, 9)
   assert combine(canned(3, 2, 1), (), canned(3, 2, 1), ())[0].feed is None
 

@@ -11,7 +11,9 @@ import math
 import random
 import statistics
 import threading
+import types
 
+import grpc
 import httpx
 import numpy as np
 import pytest
@@ -20,7 +22,16 @@ from tiny_llm import tiny_llm
 from jspec import AsyncLLM
 from scripts import load
 from serving import grpc_server, http_server, load_report
-from serving.load_client import HttpDoor, Progress, Record, ask, closed_loop, open_loop, totals
+from serving.load_client import (
+  GrpcDoor,
+  HttpDoor,
+  Progress,
+  Record,
+  ask,
+  closed_loop,
+  open_loop,
+  totals,
+)
 from serving.load_workload import Lengths, Planned, Workload, arrivals
 from serving.metrics import Metrics
 from serving.service import Service
@@ -147,10 +158,11 @@ def test_what_goes_wrong_is_told_apart():
   assert door.closed == 5 and door.running == 0  # a client that leaves closes its stream
 
 
-def over_http(respond, raw: bool = False):
+def over_http(respond, raw: bool = False, planned: Planned | None = None):
   async def run():
     client = httpx.AsyncClient(base_url="http://x", transport=httpx.MockTransport(respond))
-    async with contextlib.aclosing(HttpDoor(client, "m", raw).stream(REQUEST)) as stream:
+    door = HttpDoor(client, "m", raw)
+    async with contextlib.aclosing(door.stream(planned or REQUEST)) as stream:
       return [progress async for progress in stream]
 
   return asyncio.run(run())
@@ -177,6 +189,45 @@ def test_http_asks_for_usage_and_reads_it():
       "model": "m", "max_tokens": 8, "temperature": 0.0, "seed": 0, "ignore_eos": False,
       "stream": True, "stream_options": {"include_usage": True},
       "messages": [{"role": "user", "content": "a b"}]}]
+
+
+def test_prompts_are_new_to_the_server_unless_they_are_to_be_warm_or_begin_alike():
+  planned = [next(Workload(**fields).requests("a"))
+             for fields in ({}, {"warm": True}, {"system_words": 3})]
+  assert [one.cold for one in planned] == [True, False, False]
+  salts = []
+
+  def respond(request):
+    salts.append(json.loads(request.content).get("cache_salt"))
+    return events({"choices": []})
+
+  for one in [planned[0], *planned]:
+    over_http(respond, planned=one)
+  assert salts[0] and salts[1] and salts[0] != salts[1] and salts[2:] == [None, None]
+
+
+def test_grpc_says_the_same():
+  asked = []
+
+  class Call:
+    __aiter__ = lambda self: self
+    cancel = lambda self: None
+
+    async def __anext__(self):
+      raise StopAsyncIteration
+
+  async def run():
+    async with grpc.aio.insecure_channel("localhost:1") as channel:
+      door = GrpcDoor(channel)
+      door._stub = types.SimpleNamespace(
+          Generate=lambda request, metadata: asked.append(request) or Call())
+      for cold in (True, True, False):
+        planned = dataclasses.replace(REQUEST, cold=cold)
+        assert [progress async for progress in door.stream(planned)] == []
+
+  asyncio.run(run())
+  assert asked[0].cache_salt and asked[1].cache_salt not in ("", asked[0].cache_salt)
+  assert not asked[2].HasField("cache_salt")
 
 
 def test_http_refusals_and_errors_in_a_stream_are_errors():

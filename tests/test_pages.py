@@ -61,8 +61,9 @@ def test_freeing_or_sharing_a_free_page_is_refused():
 
 # ------------------------------------------------------------------ contents
 
-CACHE_EVENTS = st.lists(st.tuples(st.sampled_from(["begin", "publish", "end"]), st.integers(0, 7),
-                                  st.integers(0, 4)), max_size=80)
+CACHE_EVENTS = st.lists(st.tuples(
+    st.sampled_from(["begin", "publish", "end", "end", "forget"]), st.integers(0, 7),
+    st.integers(0, 4)), max_size=80)
 
 
 def text_of(number: int, length: int) -> list[int]:
@@ -88,6 +89,9 @@ def test_what_is_found_is_what_was_published(num_pages, events):
       assert len(set(pages)) == length
       written |= {page: tuple(text[:2 * i + 2]) for i, page in enumerate(pages)}
       held.append((pages, keys))
+    elif event == "forget":
+      allocator.forget()
+      assert allocator.find(keys) == []
     elif held and event == "publish":
       allocator.publish(*held[number % len(held)])
     elif held:

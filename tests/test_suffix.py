@@ -256,6 +256,10 @@ def test_the_store_forgets_the_oldest_and_what_it_held():
     found = [store.passages([7, 7, j[0]]) for j in expected]
     assert found == [[e] for e in expected[:3]] + [[]] * len(expected[3:])
   assert len(store._token) <= 2 * 5 * 4
+  store.clear()
+  assert store.passages([7, 7, 199]) == []
+  store.add([199, 5])
+  assert store.passages([7, 7, 199]) == [[199, 5]]
   disabled = SuffixStore(0, 8, 4, 16)
   disabled.add([1, 2, 3])
   assert disabled.passages([1, 2]) == []

@@ -32,6 +32,8 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
   group.add_argument("--raw", action="store_true", help="don't apply the chat template")
   group.add_argument("--repeats", type=int, default=3, help="default: %(default)s")
   group.add_argument("--batch-size", type=int, default=1, help="default: %(default)s")
+  group.add_argument("--warm-prompts", action="store_true", help="let prompts be found in the "
+                     "prefix cache, each of which was read before (default: all are new)")
   group.add_argument("--compare", choices=("hf",), help="also time transformers, in turn")
   group.add_argument("--hf-lookup-tokens", type=int, default=10, metavar="K",
                      help="draft tokens of its prompt lookup (default: %(default)s)")
@@ -53,7 +55,8 @@ def run_bench(arguments: argparse.Namespace) -> int:
   if not ids:
     raise ValueError(f"no prompt leaves room for {arguments.max_tokens} tokens: raise "
                      "--max-model-len or lower --max-tokens")
-  engines = [llm_engine(PLAIN, plain, params), llm_engine(SPECULATIVE, speculative, params)]
+  engines = [llm_engine(name, llm, params, arguments.warm_prompts)
+             for name, llm in ((PLAIN, plain), (SPECULATIVE, speculative))]
   ends = plain.tokenizer.eos_ids
   if arguments.compare == "hf":
     engines += hf_engines(arguments.model, plain.engine.config.dtype, arguments.cache_dir, ends,
@@ -140,6 +143,7 @@ def _settings(arguments: argparse.Namespace, plain: Any, speculative: Any) -> di
     "temperature": arguments.temperature, "seed": arguments.seed,
     "datasets": [path.name for path in arguments.dataset] or ["built-in"],
     "limit_per_task": arguments.limit_per_task, "raw": arguments.raw,
+    "warm_prompts": arguments.warm_prompts,
     "speculation": {"method": spec.method, "model": spec.model,
                     "num_speculative_tokens": spec.num_speculative_tokens,
                     "prompt_lookup_max": spec.prompt_lookup_max,

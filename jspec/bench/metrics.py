@@ -46,6 +46,7 @@ def block(results: Sequence[Result], max_tokens: int, greedy: bool,
       engines[name]["identical_to_plain"] = _identical(medians[PLAIN], medians[name], end_ids)
   return {"requests": sum(len(result.group.prompts) for result in results),
           "groups": len(results),
+          "prompt_tokens": sum(len(ids) for result in results for ids in result.group.prompts),
           "looping_requests": sum(sum(result.loops) for result in results),
           "engines": engines}
 
@@ -72,6 +73,7 @@ def engine_metrics(runs: Sequence[Run], max_tokens: int) -> dict[str, Any]:
     "ttft_s": statistics.median(sample.first_token for sample in samples),
     "tpot_s": statistics.median(tpot) if tpot else None,
     "latency_s": statistics.median(latency) if latency else None,
+    "cached_tokens": sum(sample.cached_tokens for sample in samples),  # of the prompts
     "steps": stats.num_steps,
     "drafted_tokens": stats.num_draft_tokens,
     "accepted_tokens": stats.num_accepted_tokens,
@@ -109,6 +111,7 @@ def _group_row(result: Result) -> dict[str, Any]:
     "loops": result.loops,
     "engines": {name: {"seconds": [run.seconds for run in runs],
                        "tokens": result.median(name).tokens,
+                       "cached_tokens": [s.cached_tokens for s in result.median(name).samples],
                        "ttft_s": [s.first_token for s in result.median(name).samples]}
                 for name, runs in result.runs.items()},
   }

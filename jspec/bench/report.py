@@ -99,6 +99,9 @@ def _remarks(report: dict[str, Any]) -> list[str]:
       also = "" if same is None else f", {same} of {headline['requests']} outputs the same"
       lines.append(f"{name}: {_number(metrics['tokens_per_s'], 1)} tokens/s, "
                    f"{_number(metrics['ratio'], 2)}x jspec's plain decoding{also}.")
+  cached = ", ".join(f"{name} {everything['engines'][name]['cached_tokens']}"
+                     for name in (PLAIN, SPECULATIVE))
+  lines.append(f"Cached tokens: {cached}, of {everything['prompt_tokens']} prompt tokens.")
   peak = report["peak_memory_mib"]
   lines.append(("" if peak is None
                 else f"Peak memory {peak:.0f} MiB, all engines in one process. ")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ class Sample(NamedTuple):
   first_token: float
   finished: float
   stats: SpeculativeStats = SpeculativeStats()
+  cached_tokens: int = 0  # of the prompt, found in the prefix cache
 
 
 class Engine(NamedTuple):
@@ -29,6 +31,7 @@ class Engine(NamedTuple):
 
   name: str
   generate: Callable[[list[list[int]], int], list[Sample]]
+  forget: Callable[[], Any] = lambda: None  # what it knows of prompts that it has seen
 
 
 class Group(NamedTuple):
@@ -78,18 +81,27 @@ def is_loop(token_ids: Sequence[int]) -> bool:
   return len(set(grams)) < len(grams)
 
 
-def llm_engine(name: str, llm: Any, params: SamplingParams) -> Engine:
-  """A jspec.LLM as something to time."""
+def cold(prompts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+  """The prompts, such that none finds anything in the prefix cache, of another or of its own."""
+  return [{"prompt_token_ids": ids, "cache_salt": uuid.uuid4().hex} for ids in prompts]
+
+
+def llm_engine(name: str, llm: Any, params: SamplingParams, warm: bool = False) -> Engine:
+  """A jspec.LLM as something to time.
+
+  warm: prompts are found in the prefix cache, and drafters that learn from outputs may have seen
+    the very ones. Else every prompt is new to it.
+  """
   def generate(prompts: list[list[int]], max_tokens: int) -> list[Sample]:
     limited = dataclasses.replace(params, max_tokens=max_tokens,
                                   min_tokens=min(params.min_tokens, max_tokens))
-    outputs = llm.generate(prompts, limited)
+    outputs = llm.generate(prompts if warm else cold(prompts), limited)
     for output in outputs:
       raise_failure(output)
     return [Sample(output.token_ids, output.timing.first_token, output.timing.finished,
-                   output.speculation) for output in outputs]
+                   output.speculation, output.num_cached_tokens) for output in outputs]
 
-  return Engine(name, generate)
+  return Engine(name, generate) if warm else Engine(name, generate, llm.reset_prefix_cache)
 
 
 def make_groups(tasks: Sequence[str], prompts: Sequence[list[int]], size: int) -> list[Group]:
@@ -107,24 +119,24 @@ def make_groups(tasks: Sequence[str], prompts: Sequence[list[int]], size: int) -
 def run_interleaved(engines: Sequence[Engine], groups: Sequence[Group], max_tokens: int,
                     repeats: int, progress: Callable[[int, int], None] | None = None
                     ) -> list[Result]:
-  """Times every engine on every group, `repeats` times, one after another.
+  """Times every engine on every group, in `repeats` passes over all groups.
 
-  The order rotates from run to run, so no engine always comes first. A short untimed pass over
-  all groups comes before, so no compilation is timed.
+  The order rotates from run to run, so no engine always comes first. A short untimed pass comes
+  before, so no compilation is timed. Each pass begins with engines that have forgotten the last.
   """
   for group in groups:
     for engine in engines:
       engine.generate(group.prompts, min(WARM_UP_TOKENS, max_tokens))
-  results = []
-  for number, group in enumerate(groups):
-    runs: dict[str, list[Run]] = {engine.name: [] for engine in engines}
-    for repeat in range(repeats):
+  results = [Result(group, {engine.name: [] for engine in engines}) for group in groups]
+  for repeat in range(repeats):
+    for engine in engines:
+      engine.forget()
+    for number, (group, runs) in enumerate(results):
       first = (number + repeat) % len(engines)
       for engine in (*engines[first:], *engines[:first]):
         start = time.perf_counter()
         samples = engine.generate(group.prompts, max_tokens)
         runs[engine.name].append(Run(time.perf_counter() - start, samples))
-    results.append(Result(group, runs))
-    if progress is not None:
-      progress(number + 1, len(groups))
+      if progress is not None:
+        progress(repeat * len(groups) + number + 1, repeats * len(groups))
   return results

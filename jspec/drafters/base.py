@@ -37,6 +37,7 @@ class Feed(NamedTuple):
   params: Callable[[Sequence[Sequence[int] | None]], Any]
   context: int
   finished: Callable[[Sequence[int], Sequence[int]], None]  # prompt and output of a request
+  forget: Callable[[], None]  # what finished requests have taught it
 
 
 class Drafter(NamedTuple):

@@ -93,4 +93,9 @@ def _feed(drafters) -> Feed | None:
       if drafter.feed is not None:
         drafter.feed.finished(prompt, output)
 
-  return Feed(params, context, finished)
+  def forget():
+    for drafter, _ in drafters:
+      if drafter.feed is not None:
+        drafter.feed.forget()
+
+  return Feed(params, context, finished, forget)

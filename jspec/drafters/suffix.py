@@ -179,7 +179,7 @@ def feed(store: SuffixStore) -> Feed:
         window[:len(passage)] = passage
     return {"windows": windows}
 
-  return Feed(params, store.max_match, lambda prompt, output: store.add(output))
+  return Feed(params, store.max_match, lambda prompt, output: store.add(output), store.clear)
 
 
 def build(setup: DrafterSetup):
