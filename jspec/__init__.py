@@ -5,32 +5,42 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from jspec.outputs import (
-  CompletionOutput,
-  EngineStats,
-  Logprob,
-  RequestOutput,
-  SpeculativeStats,
-  Timing,
-)
-from jspec.sampling_params import SamplingParams
-from jspec.spec_config import SpeculativeConfig
-
 if TYPE_CHECKING:
   from jspec.async_llm import AsyncLLM, Draining, EngineDead, QueueFull, RequestFailed
   from jspec.llm import LLM
+  from jspec.outputs import (
+    CompletionOutput,
+    EngineStats,
+    Logprob,
+    RequestOutput,
+    SpeculativeStats,
+    Timing,
+  )
+  from jspec.sampling_params import SamplingParams
+  from jspec.spec_config import SpeculativeConfig
 
 __version__ = "0.1.0"
 
 __all__ = ["LLM", "AsyncLLM", "CompletionOutput", "Draining", "EngineDead", "EngineStats",
            "Logprob", "QueueFull", "RequestFailed", "RequestOutput", "SamplingParams",
            "SpeculativeConfig", "SpeculativeStats", "Timing"]
-_BRING_JAX = {"LLM": "llm", "AsyncLLM": "async_llm", "QueueFull": "async_llm",
-              "Draining": "async_llm", "EngineDead": "async_llm", "RequestFailed": "async_llm"}
+_WHERE = {
+  "llm": ("LLM",),
+  "async_llm": ("AsyncLLM", "Draining", "EngineDead", "QueueFull", "RequestFailed"),
+  "outputs": ("CompletionOutput", "EngineStats", "Logprob", "RequestOutput", "SpeculativeStats",
+              "Timing"),
+  "sampling_params": ("SamplingParams",),
+  "spec_config": ("SpeculativeConfig",),
+}
 
 
 def __getattr__(name: str) -> Any:
-  """LLM and AsyncLLM bring jax along, which takes a second: only who asks for them waits."""
-  if name in _BRING_JAX:
-    return getattr(importlib.import_module(f"jspec.{_BRING_JAX[name]}"), name)
+  """What a name needs is imported when it is asked for: jax takes a second, numpy a moment."""
+  for module, names in _WHERE.items():
+    if name in names:
+      return getattr(importlib.import_module(f"jspec.{module}"), name)
   raise AttributeError(f"module 'jspec' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+  return sorted({*globals(), *__all__})

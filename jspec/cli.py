@@ -14,12 +14,14 @@ from typing import Any
 from jspec import flags, model_names, terminal, vllm_arguments
 from jspec.checks import parse_json
 from jspec.config import ATTENTION_BACKENDS, DTYPES, KV_DTYPES, NUMERICS
+from jspec.endings import BAD_INPUT as BAD_INPUT
+from jspec.endings import BROKEN_PIPE as BROKEN_PIPE
+from jspec.endings import ended, importing
 from jspec.flags import whole_number as whole_number  # for serving.command
 from jspec.sampling_params import SamplingParams
 from jspec.spec_parse import parse_speculative
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
-BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141  # exit codes; the last two are 128 + signal
 
 _OLDER_FLAGS = ("speculative_model", "num_speculative_tokens", "ngram_prompt_lookup_max",
                 "ngram_prompt_lookup_min")
@@ -34,22 +36,14 @@ _SAMPLING_FLAGS = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", 
 def main(argv: list[str] | None = None) -> int:
   """Runs a command and returns its exit code; bad input is one sentence on stderr and code 2."""
   warnings.formatwarning = lambda message, *_, **__: f"jspec: note: {message}\n"
-  try:
-    arguments = build_parser().parse_args(argv)
-    for note in arguments.notes:
-      print(f"jspec: note: {note}", file=sys.stderr)
-    code = arguments.run(arguments)
-    sys.stdout.flush()  # here, so that a closed pipe is noticed here
-    return code
-  except ValueError as error:
-    print(f"jspec: error: {' '.join(str(error).split())}", file=sys.stderr)
-    return BAD_INPUT
-  except KeyboardInterrupt:
-    print("\njspec: interrupted", file=sys.stderr)
-    return INTERRUPTED
-  except BrokenPipeError:  # the reader, such as `head`, has seen enough
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return BROKEN_PIPE
+  return ended("jspec", lambda: _run(argv))
+
+
+def _run(argv: list[str] | None) -> int:
+  arguments = build_parser().parse_args(argv)
+  for note in arguments.notes:
+    print(f"jspec: note: {note}", file=sys.stderr)
+  return arguments.run(arguments)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -224,8 +218,16 @@ def load_llm(model: Any, **keywords: Any):
   """An engine. Imported here: bad flags, unknown names and --help need not wait for JAX."""
   if isinstance(model, str):
     model_names.model_named(model, keywords.get("revision"))
-  from jspec.llm import LLM
+  with importing():
+    from jspec.llm import LLM
   return LLM(model, **keywords)
+
+
+def load_aloud(model: str, **keywords: Any):
+  """load_llm, for somebody who waits."""
+  model_names.model_named(model, keywords.get("revision"))
+  terminal.note(f"[loading {model}]")
+  return load_llm(model, **keywords)
 
 
 def run_generate(arguments: argparse.Namespace) -> int:
@@ -236,7 +238,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
   if arguments.raw and arguments.system:
     raise ValueError("--system needs the chat template, which --raw turns off")
   text = read_prompt(arguments.prompt, arguments.file)
-  llm = load_llm(arguments.model, speculative_config=config, **older, **engine)
+  llm = load_aloud(arguments.model, speculative_config=config, **older, **engine)
   prompt = llm.tokenizer.encode(text)
   if arguments.system and llm.tokenizer.chat_template is None:
     raise ValueError(f"--system: model {arguments.model!r} has no chat template")
@@ -244,7 +246,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
     system = [{"role": "system", "content": arguments.system}] if arguments.system else []
     prompt = llm.encode_chat([*system, {"role": "user", "content": text}])
   llm.stream([prompt], params).close()  # refuses a bad request before anything is compiled
-  terminal.warm_up(llm, prompt, set())
+  terminal.warm_up(llm, prompt, set(), params.seed)
   output = terminal.write_stream(llm.stream([prompt], params), llm.tokenizer, sys.stdout, colored)
   print(flush=True)
   for line in terminal.summary(output, llm.speculative.method != "none"):
@@ -257,7 +259,7 @@ def run_chat(arguments: argparse.Namespace) -> int:
   config, older = speculation(arguments)
   engine = {"max_num_seqs": 1, **engine_arguments(arguments)}
   colored = _colored(arguments)
-  llm = load_llm(arguments.model, speculative_config=config, **older, **engine)
+  llm = load_aloud(arguments.model, speculative_config=config, **older, **engine)
   if llm.tokenizer.chat_template is None:
     raise ValueError(f"model {arguments.model!r} has no chat template: use `jspec generate`")
   terminal.chat(llm, params, arguments.system, sys.stdout, colored)
@@ -265,7 +267,8 @@ def run_chat(arguments: argparse.Namespace) -> int:
 
 
 def run_models(arguments: argparse.Namespace) -> int:
-  from jspec import hub  # here: it imports JAX
+  with importing():
+    from jspec import hub  # here: it imports JAX
   rows = hub.list_models(arguments.cache_dir)
   if arguments.json:
     print(json.dumps([row._asdict() for row in rows], indent=2))
@@ -279,7 +282,8 @@ def run_models(arguments: argparse.Namespace) -> int:
 
 
 def run_inspect(arguments: argparse.Namespace) -> int:
-  from jspec import inspection  # here: it imports JAX
+  with importing():
+    from jspec import inspection  # here: it imports JAX
   report = inspection.inspect_checkpoint(arguments.path, arguments.target, arguments.cache_dir)
   print(json.dumps(report, indent=2) if arguments.json else "\n".join(inspection.lines(report)))
   return 0

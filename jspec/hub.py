@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import importlib.util
 import json
@@ -46,6 +47,7 @@ _TORCH_FILES = ["config.json", "pytorch_model*.bin", "pytorch_model.bin.index.js
 # Of generation_config.json, what vLLM applies to requests that don't say.
 GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _GGUF_DEFAULTS = ("temp", "top_p", "top_k", "min_p", "penalty_repeat")
+_NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR)
 _STAMP = "jspec.json"  # written last: a folder without it is not finished
 _STAMP_FORMAT = 1
 _SAMPLE_BYTES, _SAMPLES = 65536, 16
@@ -203,7 +205,11 @@ def list_models(cache_dir: str | pathlib.Path | None = None) -> list[ModelRow]:
 def cache_folder(cache_dir: str | pathlib.Path | None) -> pathlib.Path:
   if cache_dir is not None:
     return pathlib.Path(cache_dir).expanduser()
-  return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jspec"
+  try:
+    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jspec"
+  except RuntimeError:  # users that only a container knows have none
+    raise ValueError("there is no home folder to keep models in: set XDG_CACHE_HOME, or give a "
+                     "cache folder (--cache-dir, cache_dir=)") from None
 
 
 def _hugging_face(repo_id: str, patterns: Sequence[str], revision: str | None) -> pathlib.Path:
@@ -226,6 +232,9 @@ def _hugging_face(repo_id: str, patterns: Sequence[str], revision: str | None) -
   except errors.HFValidationError as error:
     raise ValueError(f"model {repo_id!r} is no local folder, and no repo id: {error}") from None
   except Exception as error:  # every HTTP library has its own; all mean the same to the user
+    if isinstance(error, OSError) and error.errno in _NOT_WRITABLE:
+      raise ValueError(f"model {repo_id!r} can't be stored in the Hugging Face cache "
+                       f"({error.filename or 'HF_HOME'}): {error.strerror}") from None
     what = f"model {repo_id!r}" + (f" at {revision=}" if revision else "")
     raise ValueError(f"{what} is no local folder, not in the local Hugging Face cache, and can't "
                      f"be downloaded ({type(error).__name__}): are you offline?{hint}") from None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import pathlib
+import tempfile
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -129,7 +130,13 @@ def check_attention(attend: Attend, model: ModelConfig, config: EngineConfig, kv
 def use_compilation_cache(folder: pathlib.Path) -> None:
   """Compiled programs are kept there between runs, unless the user has set jax up otherwise."""
   if jax.config.values["jax_compilation_cache_dir"] is None:
-    os.makedirs(folder, exist_ok=True)
+    try:
+      folder.mkdir(parents=True, exist_ok=True)
+      tempfile.TemporaryFile(dir=folder).close()  # may it be written to?
+    except OSError as error:
+      warnings.warn(f"compiled programs can't be kept in {folder} ({error.strerror}): each start "
+                    "compiles anew", stacklevel=3)
+      return
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)

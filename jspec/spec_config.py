@@ -18,6 +18,9 @@ DRAFTING = ("none", *LOOKUPS, *NEURAL)
 METHODS = (*DRAFTING, EXTRACT)  # and "lookup+neural", e.g. "ngram+eagle3"
 DRAFT_SAMPLE_METHODS = ("greedy", "probabilistic")
 MANY = 2**30  # more draft tokens than any drafter has
+# Tokens of a draft. A step lays out, for every slot, which of them sees which, and memory and time
+# go with the square of their number.
+MAX_DRAFT = 1024
 
 # Fields that only some methods know -> these methods.
 BELONGS = {
@@ -78,6 +81,7 @@ class SpeculativeConfig:
     neural = [part for part in self.parts if part in NEURAL]
     low = 0 if self.method == "none" or set(self.parts) & {*HEADS, "suffix", EXTRACT} else 1
     check_int("num_speculative_tokens", self.num_speculative_tokens, low)
+    self._check_size()
     if self.draft_sample_method not in DRAFT_SAMPLE_METHODS:
       raise ValueError(f"draft_sample_method must be one of {listed(DRAFT_SAMPLE_METHODS)}, "
                        f"got {self.draft_sample_method!r}")
@@ -105,6 +109,11 @@ class SpeculativeConfig:
   @property
   def parts(self) -> tuple[str, ...]:
     return tuple(self.method.split("+"))
+
+  def _check_size(self):
+    for name in ("num_speculative_tokens", "num_lookup_tokens", "tree_total_tokens", "tree_top_k"):
+      check_size(name, getattr(self, name))
+    check_size("the number of nodes of the draft tree", len(self.tree_paths or ()))
 
   def _check_belonging(self):
     defaults = {field.name: field.default for field in dataclasses.fields(self)}
@@ -201,11 +210,25 @@ def _check_method(method: Any) -> None:
 
 
 def _check_tree(widths: Sequence[int], num_speculative_tokens: int) -> None:
-  for width in widths:
-    check_int("each of tree_widths", width, 1)
+  check_widths(widths)
   if len(widths) != num_speculative_tokens:
     raise ValueError(f"tree_widths must have one number per depth: got {len(widths)} for "
                      f"{num_speculative_tokens=}")
+
+
+def check_widths(widths: Sequence[int]) -> None:
+  """ValueError unless these are numbers of children per node, of a tree that is no giant."""
+  nodes, level = 0, 1
+  for width in widths:
+    level *= check_int("each of tree_widths", width, 1)
+    nodes += level
+    check_size("the number of nodes of tree_widths", nodes)
+
+
+def check_size(name: str, size: Any) -> None:
+  if isinstance(size, int) and size > MAX_DRAFT:
+    raise ValueError(f"{name} must be <= {MAX_DRAFT}, got {size}: each step has a mask of all "
+                     "drafted tokens by all drafted tokens")
 
 
 def _check_schedule(schedule: Sequence[tuple[int, int, int]]) -> None:

@@ -20,6 +20,7 @@ from jspec.spec_config import (
   METHODS,
   NEURAL,
   SpeculativeConfig,
+  check_widths,
   listed,
 )
 from jspec.spec_keys import INSTEAD, KEYS, NO_EFFECT, OLDER, UNSUPPORTED
@@ -209,8 +210,7 @@ def _trees(parts: Sequence[str], keys: Mapping[str, Any]):
   if isinstance(value, str) or not isinstance(value, Sequence) or not value:
     raise ValueError("tree_widths must be a list with one number of children per depth, such as "
                      f"[4, 2, 1], got {value!r}")
-  for width in value:
-    check_int("each of tree_widths", width, 1)
+  check_widths(value)
   if not set(parts) & set(HEADS):
     return tuple(value), None
   return None, medusa_choices.of_widths(value)

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, TextIO
 
 from jspec.outputs import RequestOutput, raise_failure
@@ -17,26 +17,38 @@ GREEN, RESET = "\x1b[32m", "\x1b[0m"
 _HELP = "/reset starts over, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
 
 
-def warm_up(llm: Any, prompt: list[int], compiled: set[int]) -> None:
+def warm_up(llm: Any, prompt: list[int], compiled: set[int], seed: int | None = None,
+            before: Sequence[int] = ()) -> None:
   """Compiles what this prompt needs, so that its speed can be told from compilation's.
 
-  compiled: sizes of prefill programs that are done already; this prompt's are added.
+  Args:
+    compiled: sizes of prefill programs that are done already; this prompt's are added.
+    seed: of the request.
+    before: the last text, whose pages may be there still and need not be read again.
   """
-  new, done = {}, 0
-  while done < len(prompt):
-    size, count = llm.engine.config.prefill_chunk(len(prompt) - done)
-    if size not in compiled:
-      new[size] = prompt[:count]
-    done += count
+  new, page = {}, llm.engine.config.page_size
+  same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1],
+                                            zip(before, prompt, strict=False)))
+  for done in {0, min(same, len(prompt) - 1) // page * page}:
+    while done < len(prompt):
+      size, count = llm.engine.config.prefill_chunk(len(prompt) - done)
+      if size not in compiled:
+        new[size] = count
+      done += count
   if not new:
     return
+  note("[compiling]")
   start = time.perf_counter()
-  llm.generate(list(new.values()),
-               SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True))
+  # Each begins with a token of its own: of what is in the prefix cache nothing would be compiled,
+  # and of the prompt nothing may be there.
+  first = [token for token in range(len(new) + 1) if token != prompt[0]]
+  llm.generate([[token, *prompt[1:count]]
+                for token, count in zip(first, new.values(), strict=False)],
+               SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, seed=seed))
   compiled.update(new)
   seconds = time.perf_counter() - start
   if seconds > 1:
-    _note(f"[compiled in {seconds:.1f} s]")
+    note(f"[compiled in {seconds:.1f} s]")
 
 
 def write_stream(snapshots: Iterable[RequestOutput], tokenizer: Tokenizer, out: TextIO,
@@ -100,13 +112,15 @@ def chat(llm: Any, params: SamplingParams, system: str | None, out: TextIO,
   start = [{"role": "system", "content": system}] if system else []
   messages = list(start)
   compiled: set[int] = set()
-  warm_up(llm, llm.encode_chat([*start, {"role": "user", "content": "Hello"}]), compiled)
+  said: list[int] = []  # the last prompt and its answer
+  warm_up(llm, llm.encode_chat([*start, {"role": "user", "content": "Hello"}]), compiled,
+          params.seed)
   prompt = ""
   if sys.stdin.isatty():
     prompt = "> "
     with contextlib.suppress(ImportError):  # not on every system
       import readline  # noqa: F401  its import gives input() line editing
-  _note(_HELP)
+  note(_HELP)
   while True:
     try:
       text = input(prompt).strip()
@@ -114,46 +128,47 @@ def chat(llm: Any, params: SamplingParams, system: str | None, out: TextIO,
       out.write("\n")
       return
     except KeyboardInterrupt:
-      _note(f"\n{_HELP}")
+      note(f"\n{_HELP}")
       continue
     if text in ("/exit", "/quit"):
       return
     if text == "/reset":
       messages = list(start)
-      _note("started over")
+      note("started over")
     elif text.startswith("/"):
-      _note(f"unknown command {text.split()[0]}: {_HELP}")
+      note(f"unknown command {text.split()[0]}: {_HELP}")
     elif text:
       messages = _turn(llm, params, [*messages, {"role": "user", "content": text}], out,
-                       show_drafts, compiled)
+                       show_drafts, compiled, said)
 
 
 def _turn(llm: Any, params: SamplingParams, messages: list[dict[str, str]], out: TextIO,
-          show_drafts: bool, compiled: set[int]) -> list[dict[str, str]]:
+          show_drafts: bool, compiled: set[int], said: list[int]) -> list[dict[str, str]]:
   """The conversation with the last message answered, or without it if that is impossible."""
   collected = ""
   try:
     messages, prompt = _fitting(llm, params, messages)
-    warm_up(llm, prompt, compiled)
+    warm_up(llm, prompt, compiled, params.seed, said)
 
     def watched():
       nonlocal collected
       for output in llm.stream([prompt], params):
         collected = output.text
+        said[:] = [*prompt, *output.token_ids]
         yield output
 
     output = write_stream(watched(), llm.tokenizer, out, show_drafts)
     out.write("\n")
     for line in summary(output, llm.speculative.method != "none"):
-      _note(f"[{line}]")
+      note(f"[{line}]")
     if output.finish_reason == "length":
-      _note("[cut: the answer reached its limit of tokens]")
+      note("[cut: the answer reached its limit of tokens]")
   except ValueError as error:
-    _note(f"jspec: error: {error}")
+    note(f"jspec: error: {error}")
     return messages[:-1]
   except KeyboardInterrupt:
     out.write("\n")
-    _note("[stopped]")
+    note("[stopped]")
     if not collected:
       return messages[:-1]
   return [*messages, {"role": "assistant", "content": collected}]
@@ -176,9 +191,9 @@ def _fitting(llm: Any, params: SamplingParams, messages: list[dict[str, str]]):
                      "--max-model-len")
   if dropped:
     turns = "turn was" if dropped == 1 else f"{dropped} turns were"
-    _note(f"[the context of {limit} tokens is full: the oldest {turns} dropped]")
+    note(f"[the context of {limit} tokens is full: the oldest {turns} dropped]")
   return kept, prompt
 
 
-def _note(text: str) -> None:
+def note(text: str) -> None:
   print(text, file=sys.stderr, flush=True)

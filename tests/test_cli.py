@@ -15,8 +15,9 @@ import jax
 import numpy as np
 import pytest
 from fake_llm import FakeLLM
+from tiny_llm import tiny_llm
 
-from jspec import cli, heads, hub, terminal
+from jspec import SamplingParams, cli, heads, hub, terminal
 
 GOLDENS = pathlib.Path(__file__).parent / "goldens" / "smollm2.json"
 
@@ -37,7 +38,8 @@ def refused(capsys, argv: list[str]) -> str:
   """The one sentence that bad input gets."""
   assert cli.main(argv) == 2
   out, err = capsys.readouterr()
-  assert out == "" and err.startswith("jspec: error: ") and err.count("\n") == 1, err
+  told = [line for line in err.splitlines() if not line.startswith("[")]  # [loading ...]
+  assert out == "" and len(told) == 1 and told[0].startswith("jspec: error: "), err
   return err
 
 
@@ -94,8 +96,8 @@ def test_bad_files_and_stdin_are_refused(monkeypatch, capsys, tmp_path):
 
 
 def test_the_engine_refuses_before_any_work(capsys, smollm2, monkeypatch):
-  assert "model 'no-such-model' is unknown" in refused(
-    capsys, ["generate", "hi", "--model", "no-such-model"])
+  assert refused(capsys, ["generate", "hi", "--model", "no-such-model"]).startswith(
+    "jspec: error: model 'no-such-model' is unknown")
   monkeypatch.setattr(terminal, "warm_up", lambda *_: pytest.fail("ran the model"))
   argv = ["generate", "word " * 200, "--max-model-len", "64"]
   assert "max_model_len=64 allows at most 63" in refused(capsys, argv)
@@ -119,6 +121,7 @@ def test_streams_the_text_and_sums_up_on_stderr(fake, capsys):
   assert cli.main(["generate", "hi"]) == 0
   out, err = capsys.readouterr()
   assert out == "Hé, 👍!\n"
+  assert err.startswith("[loading smollm2-135m-instruct]\n[compiling]\n[")
   assert "[11 tokens in 2.00 s: 5.5 tokens/s, first token after 0.50 s" in err
   assert "acceptance rate 50%, mean acceptance length 2.00" in err
   assert "tokens per step: 1.83 over all 6 steps, 2.00 over the 5 that drafted" in err
@@ -353,3 +356,30 @@ def test_only_new_prefill_programs_are_warmed_up(fake, monkeypatch):
   for length in (10, 12, 600, 300):  # chunks of 16; 16; 256, 256, 32, 64; 256, 64
     terminal.warm_up(llm, [1] * length, compiled)
   assert warmed == [[10], [256, 32, 56]]
+  # Where a page of 128 tokens is there still, 22 are read, in 32; else 32 and 118, in 128.
+  compiled.clear()
+  terminal.warm_up(llm, [1] * 150, compiled, before=[1] * 130)
+  assert compiled == {32, 128}
+  compiled.clear()
+  terminal.warm_up(llm, [1] * 133, compiled, before=[1] * 132)  # 5 in 16; 16 and 117
+  assert compiled == {16, 128}
+  compiled.clear()
+  terminal.warm_up(llm, [1] * 300, compiled, before=[1] * 200)  # 172 in 64 and 128; 256, 64
+  assert compiled == {64, 128, 256}
+
+
+def test_nothing_is_compiled_while_an_answer_is_timed():
+  """The prompt is new to the prefix cache, so that it is read by the programs made for it."""
+  llm = tiny_llm("ngram", max_num_seqs=1)
+  prompt = [3 + i % 7 for i in range(40)]
+  params = SamplingParams(temperature=0.0, max_tokens=4, seed=3)
+  compiled: set[int] = set()
+  terminal.warm_up(llm, prompt, compiled, params.seed)
+  assert 16 not in compiled  # as the last 8 tokens would need, were the others there
+  before = dict(llm.engine.device.traces)
+  hits = llm.engine.stats().prefix_hits
+  assert [out for out in llm.stream([prompt], params)][-1].finished
+  after = dict(llm.engine.device.traces)
+  after.pop("put_table", None)  # one scatter, for a text that grows into another page
+  before.pop("put_table", None)
+  assert after == before and llm.engine.stats().prefix_hits == hits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import pathlib
 import re
@@ -10,9 +11,14 @@ import signal
 import subprocess
 import sys
 import textwrap
+import tomllib
+from unittest import mock
 
+import huggingface_hub
+import jax
 import pytest
 
+from jspec import endings, hub, placement
 from jspec.bench import report
 from serving import server
 
@@ -111,3 +117,86 @@ def test_nobody_is_told_to_install_another_project():
   assert len(files) > 100
   assert not [f"{path}: {hit.group()}" for path in files
               for hit in wrong.finditer(path.read_text(encoding="utf-8"))]
+
+
+@pytest.mark.parametrize("words", [
+  ("jspec", "generate", "hi"), ("training.train", "--config", "training/configs/demo.toml")])
+def test_ctrl_c_while_it_starts_is_one_sentence_and_130(words, tmp_path):
+  """Here while jax is imported, which a file in its place makes take as long as it likes."""
+  (tmp_path / "jax.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+  process = subprocess.Popen(
+      [sys.executable, "-m", *words], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+      text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+  assert process.stdout.readline() == "importing\n"
+  process.send_signal(signal.SIGINT)
+  _, told = process.communicate(timeout=60)
+  lines = [line for line in told.splitlines() if line and not line.startswith("[loading")]
+  assert process.returncode == 130 and lines == ["jspec: interrupted"]
+
+
+def test_the_installed_command_is_the_one_that_catches_ctrl_c():
+  project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+  assert project["scripts"] == {"jspec": "jspec.__main__:main"}
+
+
+def test_ctrl_c_raises_again_once_all_is_imported():
+  before = signal.getsignal(signal.SIGINT)
+  with endings.importing():
+    assert signal.getsignal(signal.SIGINT) is not before
+  assert signal.getsignal(signal.SIGINT) is before
+  signal.signal(signal.SIGINT, signal.SIG_IGN)  # a shell's background
+  try:
+    with endings.importing():
+      assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+  finally:
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("error, code, told", [
+  (ValueError("a\nb"), 2, "it: error: a b\n"), (KeyboardInterrupt(), 130, "\nit: stopped\n"),
+  (OSError(28, "No space left on device", "/x"), 2, "it: error: /x: No space left on device\n"),
+  (BrokenPipeError(), 141, "")])
+def test_what_a_user_can_bring_about_is_one_sentence_and_a_code(capfd, error, code, told):
+  def run():
+    raise error
+
+  kept = os.dup(1)
+  try:
+    assert endings.ended("it", run, "stopped") == code
+  finally:
+    os.dup2(kept, 1)
+    os.close(kept)
+  assert capfd.readouterr().err == told
+
+
+def test_a_help_that_nobody_reads_to_its_end_is_no_fault():
+  process = subprocess.Popen([sys.executable, "-m", "jspec", "serve", "--help"], cwd=ROOT,
+                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+  process.stdout.close()
+  # argparse itself passes over what it cannot write.
+  assert process.wait(timeout=60) in (0, 141) and process.stderr.read() == b""
+  process.stderr.close()
+
+
+def test_caches_that_may_not_be_written_to_are_one_sentence(tmp_path, monkeypatch):
+  (tmp_path / "file").write_text("")
+  blocked = tmp_path / "file"  # where a folder should be: also for root, who may write anywhere
+  before = jax.config.values["jax_compilation_cache_dir"]
+  try:
+    jax.config.update("jax_compilation_cache_dir", None)
+    with pytest.warns(UserWarning, match="can't be kept in .*Not a directory.*compiles anew"):
+      placement.use_compilation_cache(blocked / "compiled")
+    assert jax.config.values["jax_compilation_cache_dir"] is None
+  finally:
+    jax.config.update("jax_compilation_cache_dir", before)
+  with pytest.raises(ValueError, match="can't be stored in .*/file: .*File exists"):
+    hub.resolve("smollm2-135m-instruct", blocked)
+  failed = OSError(errno.ENOSPC, "No space left on device", "/cache/x")
+  monkeypatch.setattr(huggingface_hub, "snapshot_download", mock.Mock(side_effect=failed))
+  with pytest.raises(ValueError, match=r"'org/model' can't be stored in the Hugging Face cache "
+                     r"\(/cache/x\): No space left on device$"):
+    hub.resolve("org/model")
+  monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+  monkeypatch.setattr(pathlib.Path, "expanduser", mock.Mock(side_effect=RuntimeError))
+  with pytest.raises(ValueError, match="there is no home folder .*--cache-dir"):
+    hub.cache_folder(None)

@@ -54,6 +54,7 @@ ALLOWED = {  # module: the jspec modules it may import
   "prompt": {"sampling_params"},
   "vllm_arguments": set(),
   "flags": {"vllm_arguments"},
+  "endings": set(),
   "metrics": {"outputs"},
   "slot_request": CORE | {"request", "scheduler", "slot_sampling"},
   "limits": CORE | {"sampling_params", "tokenizer"},
@@ -79,8 +80,8 @@ THIRD_PARTY = {  # module: what it may import from outside jspec and the standar
 }
 NO_JAX = ("checks", "pages", "scheduler", "goodput", "limits", "request", "outputs",
           "sampling_params", "prompt", "metrics", "vllm_arguments", "flags", "model_names",
-          "spec_config", "spec_parse", "config", "head_config", "medusa_choices", "suffix_store",
-          "control_tokens")
+          "endings", "spec_config", "spec_parse", "config", "head_config", "medusa_choices",
+          "suffix_store", "control_tokens")
 MAX_LINES, MAX_FUNCTION = 400, 60
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jspec.config import DTYPES
+from jspec.endings import ended
 from jspec.hub import LoadedModel
 from jspec.llm import LLM
 from jspec.outputs import raise_failure
@@ -26,7 +27,6 @@ from training.shards import Origin, Row, fingerprint, read_shards, shard_files, 
 from training.stop_signals import stop_signals
 
 DEFAULT_TARGET = "smollm2-135m-instruct"
-BAD_INPUT, INTERRUPTED = 2, 130  # exit codes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,7 +248,8 @@ def make_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
   given = vars(make_parser().parse_args(arguments))
   target, files, folder = (given.pop(name) for name in ("target", "prompts", "output"))
-  try:
+
+  def run() -> int:
     options = Options(**{**given, "features": tuple(given["features"])})
     faults: list[str] | None = [] if options.skip_faulty_rows else None
     with stop_signals(signal.default_int_handler):
@@ -256,16 +257,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
       _say(f"{len(asked)} conversations" + (f"; {conversations.told(faults)}" if faults else "")
            + f"; loading the target {target}")
       done = generate(target, asked, folder, options)
-  except ValueError as error:
-    print(f"training.generate: {error}", file=sys.stderr)
-    return BAD_INPUT
-  except KeyboardInterrupt:
-    print(f"training.generate: interrupted; the same command goes on from {folder}",
-          file=sys.stderr)
-    return INTERRUPTED
-  print(f"{folder}: {done.answered} answers of {done.tokens} tokens in {done.seconds:.0f} s "
-        f"({done.tokens / done.seconds:.0f} tokens/s), {done.before} were there already")
-  return 0
+    print(f"{folder}: {done.answered} answers of {done.tokens} tokens in {done.seconds:.0f} s "
+          f"({done.tokens / done.seconds:.0f} tokens/s), {done.before} were there already")
+    return 0
+
+  return ended("training.generate", run, f"interrupted; the same command goes on from {folder}")
 
 
 if __name__ == "__main__":

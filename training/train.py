@@ -25,6 +25,7 @@ import numpy as np
 
 from jspec import hub
 from jspec.config import ModelConfig
+from jspec.endings import ended
 from training import config as configuration
 from training import conversations, evaluate, metrics, shards, start, state
 from training.batches import Batches
@@ -39,7 +40,6 @@ from training.stop_signals import stop_signals
 from training.types import Batch, Method, Metrics, Params
 
 ENGINE_PROMPTS, ENGINE_TOKENS = 16, 64  # of the final measurement in the engine
-BAD_INPUT, INTERRUPTED = 2, 130  # exit codes
 TEXT_PROMPT = 32  # tokens that a plain text's continuation is asked after
 # What may differ when a run goes on.
 FREE = ("log", "eval", "checkpoint", "output", "export_style", "devices")
@@ -342,15 +342,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
   parser.add_argument("overrides", nargs="*", metavar="key=value",
                       help="such as steps=100 or optimizer.learning_rate=2e-4")
   given = parser.parse_args(arguments)
-  try:
+
+  def run() -> int:
     train(configuration.load(given.config, given.overrides))
-  except (ValueError, FloatingPointError) as error:
-    print(f"training.train: {error}", file=sys.stderr)
-    return BAD_INPUT
-  except KeyboardInterrupt:
-    print("training.train: interrupted; the same command goes on from here", file=sys.stderr)
-    return INTERRUPTED
-  return 0
+    return 0
+
+  return ended("training.train", run, "interrupted; the same command goes on from here",
+               (ValueError, FloatingPointError))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from jspec.bench.hf import check_hf, hf_engines
 from jspec.bench.metrics import PLAIN, SPECULATIVE, summarise
 from jspec.bench.runner import Engine, llm_engine, make_groups, run_interleaved
 from jspec.sampling_params import SamplingParams
+from jspec.terminal import note
 
 
 def add_bench_flags(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +49,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
   engine = {"max_num_seqs": arguments.batch_size, **cli.engine_arguments(arguments)}
   prompts = load_prompts(arguments.dataset, arguments.limit_per_task, arguments.seed or 0,
                          arguments.tasks)
-  plain = cli.load_llm(arguments.model, **engine)
+  plain = cli.load_aloud(arguments.model, **engine)
   revision = engine.pop("revision", None)  # the model is loaded now
   speculative = cli.load_llm(plain.loaded, speculative_config=config, **older, **engine)
   tasks, ids, skipped = _encode(plain, prompts, arguments.raw, arguments.max_tokens)
@@ -128,8 +129,7 @@ def _measure(engines: list[Engine], tasks: list[str], ids: list[list[int]],
       print(f"\r{done}/{total} batches timed", end="\n" if done == total else "",
             file=sys.stderr, flush=True)
 
-  if shown:
-    print("warming up", file=sys.stderr)
+  note("[compiling]")
   return run_interleaved(engines, groups, arguments.max_tokens, arguments.repeats, progress)
 
 
