@@ -156,17 +156,17 @@ def _models() -> str:
 
 def _meant(text: str, path: pathlib.Path, known: Collection[str],
            suffixes: tuple[str, ...]) -> str:
-  """", did you mean ...?" after a name that is unknown; "" where nothing is like it."""
+  """The words (did you mean ...?) after a name that is unknown; "" where nothing is like it."""
   repo_id, at, revision = text.partition("@")
   if at and is_repo_id(repo_id):
-    return f", did you mean {repo_id!r} with revision={revision!r}?"
+    return f" (did you mean {repo_id!r} with revision={revision!r}?)"
   low = text.lower()
   longer = [name for name in known if len(low) >= _LEAST_PART and low in name]
   meant = longer or difflib.get_close_matches(low, known, 1)
   if not meant:
     beside = difflib.get_close_matches(path.name, list(_beside(path, suffixes)), 1)
     meant = [str(path.parent / name) for name in beside]
-  return f", did you mean {meant[0]!r}?" if meant else ""
+  return f" (did you mean {meant[0]!r}?)" if meant else ""
 
 
 def _beside(path: pathlib.Path, suffixes: tuple[str, ...]) -> Iterator[str]:

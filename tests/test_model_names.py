@@ -57,8 +57,8 @@ def test_a_wrong_path_names_its_neighbour(tmp_path):
   (tmp_path / "llama-8b" / "q4.gguf").write_bytes(b"")
   with pytest.raises(ValueError, match="has no config.json; did you mean '.*llama-8b/q4.gguf'"):
     model_named(tmp_path / "llama-8b")
-  with pytest.raises(ValueError, match="checkpoint 'smollm2-135m-instruct-eagle' is unknown, did "
-                     "you mean 'smollm2-135m-instruct-eagle3'"):
+  with pytest.raises(ValueError, match="checkpoint 'smollm2-135m-instruct-eagle' is unknown "
+                     r"\(did you mean 'smollm2-135m-instruct-eagle3'\?\): give"):
     head_named("smollm2-135m-instruct-eagle")
 
 
