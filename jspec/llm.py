@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import pathlib
 import time
@@ -14,25 +13,21 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 from jspec import heads, hub, vllm_arguments
+from jspec.build import Parts, build_engine, placed
 from jspec.chat_template import strings
 from jspec.config import EngineConfig, ModelConfig
-from jspec.drafters import DrafterSetup, build
 from jspec.engine import MAX_STEPS, Engine
 from jspec.limits import (
   check_characters,
   check_priority,
   check_prompt,
-  check_rates,
   check_request,
   check_tokenizer,
-  engine_config,
   truncated_prompt,
 )
 from jspec.metrics import Metric, metrics_of
-from jspec.model import with_vocab_size
 from jspec.outputs import RequestOutput
-from jspec.placement import Placement, check_attention, place, use_compilation_cache
-from jspec.plan import CostModel, cpu_cost, cpu_widths
+from jspec.placement import place, use_compilation_cache
 from jspec.prompt import (
   Messages,
   Prompt,
@@ -45,15 +40,9 @@ from jspec.prompt import (
 from jspec.replicas import Replicas
 from jspec.request import Group, Request, failure
 from jspec.sampling_params import MAX_SEED, SamplingParams
-from jspec.sharding import place_params
 from jspec.slot_sampling import row_inputs
 from jspec.spec_parse import parse_speculative
 from jspec.tokenizer import Tokenizer
-from jspec.weights import Placer
-
-# Drafts are nearly free where a pass over the weights has arithmetic to spare: the rows that take
-# as long as one pass are peak arithmetic over memory bandwidth, some hundreds on GPUs and TPUs.
-ACCELERATOR_COST = CostModel(rows_per_pass=256.0)
 
 
 class LLM:
@@ -111,7 +100,6 @@ class LLM:
     self.speculative = parse_speculative(
         dict(speculative_config) if speculative_config is not None else None, older_flags,
         lambda *named: None if named == own else heads.detect_method(*named))
-    self._target_drafts = own == hub.name_of_draft(self.speculative, own)
     if dtype == "auto":
       dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     auto = max_model_len in ("auto", None, -1)
@@ -126,13 +114,10 @@ class LLM:
     placements = place(EngineConfig(**fields), jax.default_backend(),
                        self.speculative.draft_tensor_parallel_size)
     use_compilation_cache(hub.cache_folder(cache_dir) / "compiled")
-    self._load = lambda name, revision, placer: hub.load_model(
+    load = lambda name, revision, placer: hub.load_model(
         name, dtype=dtype, cache_dir=cache_dir, progress=progress, placer=placer, revision=revision)
-    self._load_head = lambda name, put, params: heads.load_head(
-        name, self.config, method=self.speculative.parts[-1], dtype=dtype, progress=progress,
-        put=put, revision=self.speculative.revision, target_params=params)
-    self.loaded = _placed(model, placements[0].target) if isinstance(
-        model, hub.LoadedModel) else self._load(model, revision, placements[0].target)
+    self.loaded = placed(model, placements[0].target) if isinstance(
+        model, hub.LoadedModel) else load(model, revision, placements[0].target)
     self.config: ModelConfig = self.loaded.config
     if auto:
       fields["max_model_len"] = self.config.max_positions
@@ -141,53 +126,18 @@ class LLM:
     given = self.loaded.params["embed"].dtype
     if given != jnp.dtype(dtype):
       raise ValueError(f"{dtype=} was asked for, but the loaded model is {given}")
-    engines = [self._engine(devices, fields) for devices in placements]
+    spec = self.speculative
+    parts = Parts(
+        self.loaded, spec, own == hub.name_of_draft(spec, own),
+        lambda name, placer: load(name, spec.revision, placer),
+        lambda name, put, params: heads.load_head(
+            name or "", self.config, method=spec.parts[-1], dtype=dtype, progress=progress, put=put,
+            revision=spec.revision, target_params=params))
+    engines = [build_engine(parts, devices, fields) for devices in placements]
     self._engine_config = engines[0].config
     self._max_num_seqs = max_num_seqs
     self.engine: Engine | Replicas = engines[0] if len(engines) == 1 else Replicas(engines)
     self._names, self._numbers = itertools.count(), itertools.count(1)
-
-  def _engine(self, devices: Placement, fields: dict[str, Any]) -> Engine:
-    """An engine on its devices, with its part of the slots and pages."""
-    parts = fields["data_parallel_size"]
-    fields = {**fields, "data_parallel_size": 1, "num_pages": fields["num_pages"] // parts,
-              "max_num_seqs": fields["max_num_seqs"] // parts}
-    params = _placed(self.loaded, devices.target).params
-    bitwise = fields["numerics"] == "bitwise"
-    setup = DrafterSetup(
-        spec=self.speculative, target=self.config, max_model_len=fields["max_model_len"],
-        page_size=fields["page_size"], kv_dtype=devices.kv_dtype, bitwise=bitwise,
-        attend=devices.draft_attend,
-        load_draft=lambda name: self._load_draft(name, devices.draft),
-        load_head=lambda name: self._load_head(name, devices.head, params),
-        target_params=params)
-    drafter, draft_params = build(setup)
-    check_rates(self.speculative.verification.rates, drafter.max_depth)
-    cost = ACCELERATOR_COST if jax.default_backend() != "cpu" else cpu_cost(
-        self.config, fields["dtype"] == "float32" and not bitwise)
-    if jax.default_backend() == "cpu":
-      fields["widths"] = cpu_widths(fields["max_num_seqs"], drafter.num_nodes)
-    config = engine_config(self.config, drafter.lookahead, **fields)
-    check_attention(devices.attend, self.config, config, devices.kv_dtype, drafter.num_nodes)
-    return Engine(self.config, params, drafter, draft_params, config, self.speculative, cost,
-                  devices)
-
-  def _load_draft(self, name: str | None, placer: Placer) -> tuple[ModelConfig, Any, int]:
-    """With the target's rows of the vocabulary, and how many of them may be drafted.
-
-    Checkpoints of one family pad their vocabulary by different numbers of rows (Qwen2.5 0.5B has
-    151936, 7B 152064, the tokenizer 151665 tokens): rows without a token are never drafted.
-    """
-    draft = _placed(self.loaded, placer) if self._target_drafts else self._load(
-        name, self.speculative.revision, placer)
-    if draft.tokenizer.vocab_hash() != self.tokenizer.vocab_hash():
-      raise ValueError(f"draft model {name!r} has another tokenizer than the target: the same "
-                       "token ids stand for other texts")
-    rows, size = draft.config.vocab_size, self.config.vocab_size
-    if rows != size:
-      draft = _placed(draft._replace(config=dataclasses.replace(draft.config, vocab_size=size),
-                                     params=with_vocab_size(draft.params, size)), placer)
-    return draft.config, draft.params, min(rows, size, self.tokenizer.vocab_size)
 
   # ------------------------------------------------------------ generating
 
@@ -401,9 +351,3 @@ class LLM:
         for request in group.requests:
           if not request.finished:
             self.engine.abort(request)
-
-
-def _placed(loaded: hub.LoadedModel, placer: Placer) -> hub.LoadedModel:
-  """A model loaded before, on this engine's devices."""
-  config, put = placer(loaded.config)
-  return loaded._replace(config=config, params=place_params(loaded.params, put))

@@ -89,7 +89,8 @@ def calls(port: int, until: float, make: Callable[[random.Random], bytes]) -> No
 
 def stream_request() -> bytes:
   body = json.dumps(LONG | {"stream": True, "logprobs": 5}).encode()
-  return (START + b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)) + body
+  length = b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+  return START + length + body
 
 
 def malformed(chance: random.Random) -> bytes:
@@ -123,7 +124,8 @@ def innocent(port: int, seconds: float) -> str:
   times: dict[str, list[float]] = {"request": [], "health": []}
   failed, until = 0, time.monotonic() + seconds
   while time.monotonic() < until:
-    for what, path, method in (("request", "/v1/completions", "POST"), ("health", "/health", "GET")):
+    for what, path, method in (("request", "/v1/completions", "POST"),
+                               ("health", "/health", "GET")):
       start = time.monotonic()
       status = post(port, {"prompt": "the cat", "max_tokens": 4}, "innocent", path, method)
       times[what].append(1000 * (time.monotonic() - start))
@@ -145,7 +147,8 @@ def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
   parser.add_argument("--seconds", type=float, default=8.0, help="of each attack")
   arguments, flags = parser.parse_known_args()
-  limited = ("sh", "-c", f'ulimit -n {FILES}; exec "$0" "$@"', sys.executable, "-m", "jspec", "serve")
+  limited = ("sh", "-c", f'ulimit -n {FILES}; exec "$0" "$@"', sys.executable, "-m", "jspec",
+             "serve")
   usual = ["--port", "0", "--grpc-port", "0", "--max-num-seqs", "4", "--api-key", "attacker",
            "--api-key", "innocent", "--max-queue-per-client", "2", "--no-access-log",
            "--header-timeout", "5", "--write-timeout", "5", "--max-model-len", "512"]

@@ -17,12 +17,13 @@ from jax.sharding import PartitionSpec as P
 
 from jspec import attention, sharding, step
 from jspec import model as model_lib
+from jspec.build import drafter_setup
 from jspec.compile_check import chips, hlo, models
 from jspec.compile_check.case import Case, missing_compiler
 from jspec.compile_check.chips import Chip
 from jspec.config import EngineConfig, ModelConfig
 from jspec.device import initial_state
-from jspec.drafters import DRAFTERS, DrafterSetup
+from jspec.drafters import DRAFTERS
 from jspec.engine import MAX_STEPS
 from jspec.head_config import HeadConfig
 from jspec.head_init import init_head
@@ -100,11 +101,9 @@ def _build(case: Case, config: ModelConfig, devices: list[Any], platform: str,
   (placement,) = place(engine, platform, devices=devices)
   held, _ = placement.target(config)
   target = _param_shapes(held, case.dtype)
-  setup = DrafterSetup(
-      spec=speculation(case), target=held, max_model_len=case.context, page_size=case.page_size,
-      kv_dtype=placement.kv_dtype, bitwise=False, attend=placement.draft_attend,
-      load_draft=lambda _: _draft_model(case), load_head=lambda _: _head(case, config.num_layers),
-      target_params=target)
+  setup = drafter_setup(
+      speculation(case), held, target, placement, case.context, case.page_size, False,
+      lambda _: _draft_model(case), lambda _: _head(case, config.num_layers))
   drafter, draft_params = DRAFTERS[setup.spec.method](setup)
   if drafter.feed is not None:
     draft_params = drafter.feed.params([None] * case.batch)
