@@ -12,7 +12,7 @@ from tiny_llm import OPTIONS, tiny_model
 from jspec import LLM, SamplingParams
 from jspec.plan import CostModel, StepConfig, plan
 from jspec.types import NO_PARENT, DraftTree
-from training import transformer
+from training import layers
 
 LAYERS = [0, 1, 2]
 
@@ -29,7 +29,7 @@ def test_every_token_but_the_last_comes_with_its_hidden_states():
   for prompt, output in zip(prompts, outputs, strict=True):
     token = jnp.array([[*prompt, *output.token_ids[:-1]]])
     ones = jnp.ones_like(token)
-    _, want = transformer.forward(llm.loaded.params, llm.config, token, ones,
+    _, want = layers.forward(llm.loaded.params, llm.config, token, ones,
                                   jnp.arange(token.shape[1])[None], tuple(LAYERS))
     states = output.outputs[0].hidden_states
     assert states.dtype == jnp.bfloat16

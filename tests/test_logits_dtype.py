@@ -14,7 +14,7 @@ import tiny_cases
 
 from jspec import medusa_head, model, sharding
 from jspec.head_config import MedusaConfig
-from training import transformer
+from training import layers
 
 R, E, V = 5, 64, 1000
 CONFIG = dataclasses.replace(tiny_cases.TARGET, vocab_size=V, width=E)
@@ -41,7 +41,7 @@ def assert_unrounded(got, exact):
 def test_the_lm_heads_sums_are_kept_as_they_are(tied, bitwise):
   params, hidden, exact = case(tied)
   assert_unrounded(model.logits(params, CONFIG, hidden, bitwise), exact)
-  assert_unrounded(transformer.logits(params, CONFIG, hidden[None])[0], exact)
+  assert_unrounded(layers.logits(params, CONFIG, hidden[None])[0], exact)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -12,7 +12,7 @@ import pytest
 import training_checks
 from tiny_cases import TARGET, VOCAB, target_params
 
-from training import transformer
+from training import layers
 from training.methods import eagle3
 from training.methods.eagle3 import Eagle3Options
 from training.types import Batch
@@ -36,7 +36,7 @@ def packed_batch() -> Batch:
   position = np.array([[*range(6), *range(6), 0, 0], [*range(T)]], np.int32)
   loss = (position >= 2) & (segment > 0)
   batch = Batch(*map(jnp.asarray, (token, segment, position, loss)))
-  hidden, feature = transformer.forward(target_params(), TARGET, batch.token, batch.segment,
+  hidden, feature = layers.forward(target_params(), TARGET, batch.token, batch.segment,
                                         batch.position, TAPS)
   return batch.replace(hidden=hidden, feature=feature)
 

@@ -14,7 +14,7 @@ from tiny_cases import TARGET, target_params
 from training_cases import JOINT, KNOWN, METHODS, ONE_OF_EACH, B, T, loss_of, packed, params_of
 from training_checks import accuracies, check_gradient, quickly
 
-from training import terms, transformer
+from training import layers, terms
 from training.methods import eagle1, medusa2
 from training.methods.eagle1 import Eagle1Options
 from training.types import Batch
@@ -101,7 +101,7 @@ def test_medusa_loss_is_the_sum_over_heads(name):
 def tuned_states(name: str):
   """(the tuned target, its hidden states on the batch)."""
   tuned, batch = tuned_target(params_of(name)), packed()
-  forward = jax.jit(transformer.forward, static_argnums=1, compiler_options=quickly)
+  forward = jax.jit(layers.forward, static_argnums=1, compiler_options=quickly)
   return tuned, np.array(forward(tuned, TARGET, batch.token, batch.segment, batch.position)[0])
 
 
@@ -233,8 +233,8 @@ def test_mlp_speculator_loss_is_that_of_a_stack_fed_the_text(name):
 @pytest.mark.parametrize("name", ["draft_model", "draft_model_reverse", "draft_model_ce"])
 def test_draft_model_loss_is_the_divergence_of_two_laws(name):
   batch, params, method = packed(), params_of(name), METHODS[name]
-  hidden, _ = transformer.forward(params, method.config, batch.token, batch.segment, batch.position)
-  own, heat = np.array(transformer.logits(params, method.config, hidden), np.float64), 1.0
+  hidden, _ = layers.forward(params, method.config, batch.token, batch.segment, batch.position)
+  own, heat = np.array(layers.logits(params, method.config, hidden), np.float64), 1.0
   if name == "draft_model":
     heat = 1.5
   each, lm_head = [], numpy(target_params())["head"]["w"]

@@ -20,7 +20,7 @@ from jspec.drafters.eagle import eagle
 from jspec.drafters.medusa import medusa as medusa_drafter
 from jspec.drafters.mlp_speculator import mlp_speculator as mlp_speculator_drafter
 from jspec.types import Committed
-from training import lora, transformer
+from training import layers, lora
 from training.methods import draft_model, eagle1, medusa, medusa2, mlp_speculator
 from training.methods.draft_model import DraftModelOptions
 from training.methods.eagle1 import Eagle1Options
@@ -132,7 +132,7 @@ def test_medusa_heads_start_as_the_targets_own():
   for target, tied in ((TARGET, False), (tied_target, True)):
     params = {k: v for k, v in target_params().items() if not (tied and k == "head")}
     method = medusa.make(MedusaOptions(), target, KNOWN)
-    own = transformer.logits(params, target, packed().hidden)[..., KNOWN]
+    own = layers.logits(params, target, packed().hidden)[..., KNOWN]
     for out in method.logits(method.init(jax.random.key(0), params), params, packed()):
       np.testing.assert_allclose(out, own, atol=1e-5)
     exported = method.export(method.init(jax.random.key(0), params), params)

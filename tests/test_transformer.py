@@ -13,12 +13,12 @@ from test_model_goldens import FAMILIES, PAGE_SIZE, family
 
 from jspec import cache, model, tree
 from jspec.config import ModelConfig
-from training import transformer
+from training import layers
 
 T = 28
 quickly = functools.partial(jax.jit, static_argnames=("config", "taps"),
                             compiler_options={"xla_backend_optimization_level": 0})
-forward = quickly(transformer.forward)
+forward = quickly(layers.forward)
 
 
 @quickly
@@ -40,7 +40,7 @@ def test_forward_equals_transformers_and_the_paged_pass(name, tmp_path):
   config, params, ids, golden = family(name, tmp_path)
   taps = (config.num_layers, 0, 1)
   hidden, features = forward(params, config, *one_sequence(ids), taps)
-  logits = np.array(transformer.logits(params, config, hidden))[0]
+  logits = np.array(layers.logits(params, config, hidden))[0]
   assert np.abs(logits - golden).max() < 1e-4
   pages = cache.init_pages(config, -(-T // PAGE_SIZE), PAGE_SIZE, jnp.float32)
   want_hidden, want_features = paged(params, config, ids[None], pages, taps)
@@ -57,7 +57,7 @@ def test_packed_sequences_and_padding_do_not_see_each_other(name, tmp_path):
   segment = np.repeat([0, 1, 2], [2, cut, T - cut - 2])[None]
   position = np.concatenate([np.arange(n) for n in (2, cut, T - cut - 2)])[None]
   hidden, _ = forward(params, config, row, segment, position)
-  logits = np.array(transformer.logits(params, config, hidden))[0]
+  logits = np.array(layers.logits(params, config, hidden))[0]
   assert np.abs(logits[2:2 + cut] - golden[:cut]).max() < 1e-4
   assert np.abs(logits[2 + cut:] - golden[:T - cut - 2]).max() < 1e-4
   joined, _ = forward(params, config, row, np.ones_like(segment), position)
@@ -68,7 +68,7 @@ def test_checkpointing_changes_no_gradient(tmp_path):
   config, params, ids, _ = family("qwen3", tmp_path)
 
   def loss(params, checkpoint):
-    hidden, features = transformer.forward(params, config, *one_sequence(ids[:8]), (1,), checkpoint)
+    hidden, features = layers.forward(params, config, *one_sequence(ids[:8]), (1,), checkpoint)
     return (hidden**2).sum() + features.sum()
 
   plain, kept = (jax.jit(jax.grad(functools.partial(loss, checkpoint=c)))(params)
@@ -88,7 +88,7 @@ def test_attention_with_later_entries_is_attention_over_lists(window):
   q, k, v, later = draw(h), draw(kv), draw(kv), [(draw(kv), draw(kv)) for _ in range(num)]
   segment = np.array([[0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 2, 2, 2, 2]])
   position = np.array([[0, 0, 1, 2, 3, 4, 5], [0, 1, 2, 0, 1, 2, 3]])
-  got = transformer.attention(q, k, v, segment, position, config, sliding=window is not None,
+  got = layers.attention(q, k, v, segment, position, config, sliding=window is not None,
                               later=later)
   for row, at, head in np.ndindex(b, t, h):
     one = head // (h // kv)
@@ -107,7 +107,7 @@ def test_a_tapped_state_is_the_input_of_its_layer(tmp_path):
   config, params, ids, _ = family("llama_tied", tmp_path)
   args = one_sequence(ids)
   _, features = forward(params, config, *args, (0, 1))
-  embedded = transformer.embed(params, config, args[0], args[2])
+  embedded = layers.embed(params, config, args[0], args[2])
   np.testing.assert_array_equal(features[..., :config.width], embedded)
   shallow = {**params, "layers": params["layers"][:1]}
   hidden, _ = forward(shallow, dataclasses.replace(config, num_layers=1), *args)

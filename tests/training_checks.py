@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from training import transformer
+from training import layers
 from training.types import Batch, Method
 
 quickly = {"xla_backend_optimization_level": 0}
@@ -63,8 +63,8 @@ def own_text(target, target_params, num: int, length: int, prompt: int = 4, seed
 
   @jax.jit
   def best(token):
-    hidden, _ = transformer.forward(target_params, target, token, segment, position)
-    return transformer.logits(target_params, target, hidden).argmax(-1)
+    hidden, _ = layers.forward(target_params, target, token, segment, position)
+    return layers.logits(target_params, target, hidden).argmax(-1)
 
   for at in range(prompt, length):
     token[:, at] = best(token)[:, at - 1]
@@ -73,7 +73,7 @@ def own_text(target, target_params, num: int, length: int, prompt: int = 4, seed
 
 def with_states(method: Method, target, target_params, batch: Batch) -> Batch:
   """The batch with the target's hidden states and the method's features."""
-  hidden, feature = jax.jit(lambda: transformer.forward(
+  hidden, feature = jax.jit(lambda: layers.forward(
       target_params, target, batch.token, batch.segment, batch.position, method.feature_layers))()
   return batch.replace(hidden=hidden, feature=feature)
 

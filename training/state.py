@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jspec.config import ModelConfig
 from jspec.sharding import param_shardings
-from training import transformer
+from training import layers
 from training.types import Batch, Method, Metrics, Params, value
 
 
@@ -121,7 +121,7 @@ def with_features(batch: Batch, method: Method, target_params: Params,
   """The batch with the target's hidden states, computed where it lacks what the method needs."""
   if batch.hidden is not None and (batch.feature is not None or not method.feature_layers):
     return batch
-  hidden, feature = transformer.forward(target_params, target, batch.token, batch.segment,
+  hidden, feature = layers.forward(target_params, target, batch.token, batch.segment,
                                         batch.position, method.feature_layers)
   return batch.replace(hidden=jax.lax.stop_gradient(hidden),
                        feature=jax.lax.stop_gradient(feature))

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jspec.config import ModelConfig
-from training import terms, transformer
+from training import layers, terms
 from training.types import Batch, Method, Params
 
 DIVERGENCES = ("forward", "reverse", "cross_entropy")
@@ -50,15 +50,15 @@ def make(options: DraftModelOptions, target: ModelConfig) -> Method:
 
   def own_logits(params, batch):
     """Row t predicts token t + 1."""
-    hidden, _ = transformer.forward(params, config, batch.token, batch.segment, batch.position,
+    hidden, _ = layers.forward(params, config, batch.token, batch.segment, batch.position,
                                     checkpoint=options.checkpoint)
-    return transformer.logits(params, config, hidden)
+    return layers.logits(params, config, hidden)
 
   def loss_terms(params, target_params, batch: Batch, step, key):
     del step, key  # unused
     out = own_logits(params, batch)
     teacher = jax.lax.stop_gradient(
-        transformer.logits(target_params, target, terms.hidden_of(batch)))
+        layers.logits(target_params, target, terms.hidden_of(batch)))
     counts = terms.counted(batch, 1)
     each = distance(options.divergence, teacher / options.temperature, out / options.temperature)
     total = terms.mean(each, counts).times(options.temperature**2)

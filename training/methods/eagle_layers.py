@@ -8,7 +8,6 @@ import jax
 
 from jspec import model
 from jspec.config import ModelConfig
-from training import transformer
 from training.types import Batch, Params
 
 Keys = list[list[tuple[jax.Array, jax.Array]]]  # by layer and step, (k, v)
@@ -43,8 +42,8 @@ def draft_layers(layers: list[Params], config: ModelConfig, x: jax.Array, attn_i
     def attend(q, k, v, steps=keys[i]):
       steps.append((k, v))
       (text_k, text_v), *later = steps
-      return transformer.attention(q, text_k, text_v, batch.segment, batch.position, config,
+      return layers.attention(q, text_k, text_v, batch.segment, batch.position, config,
                                    later=later)
 
-    x = transformer.block(p, config, x, angles, attend, None if i else attn_input)
+    x = layers.block(p, config, x, angles, attend, None if i else attn_input)
   return x

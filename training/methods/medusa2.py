@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.config import ModelConfig
-from training import lora, terms, transformer
+from training import layers, lora, terms
 from training.methods import medusa
 from training.methods.medusa import MedusaOptions
 from training.types import Batch, Mean, Method, Params
@@ -63,7 +63,7 @@ def make(options: Medusa2Options, target: ModelConfig,
   def forward(params, target_params, batch):
     """(the target as trained, its hidden states, the heads' logits)."""
     tuned = export_target(options, params, target_params)
-    hidden, _ = transformer.forward(tuned, target, batch.token, batch.segment, batch.position,
+    hidden, _ = layers.forward(tuned, target, batch.token, batch.segment, batch.position,
                                     checkpoint=options.checkpoint)
     return tuned, hidden, medusa.heads_logits(params, tuned, config, target, hidden)
 
@@ -79,9 +79,9 @@ def make(options: Medusa2Options, target: ModelConfig,
     return parts, metrics | {"loss_heads": heads, "loss_target": own}
 
   def target_loss(tuned, hidden, target_params, batch):
-    student = transformer.logits(tuned, target, hidden)
+    student = layers.logits(tuned, target, hidden)
     if options.self_distill:
-      teacher = transformer.logits(target_params, target, terms.hidden_of(batch))
+      teacher = layers.logits(target_params, target, terms.hidden_of(batch))
       each = terms.divergence(teacher, student)
     else:
       each = terms.cross_entropy(student, terms.shifted(batch.token, 1))

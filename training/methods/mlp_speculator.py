@@ -12,7 +12,7 @@ from jspec.config import ModelConfig
 from jspec.head_config import MlpSpeculatorConfig
 from jspec.head_init import init_head
 from training import terms
-from training.transformer import dense
+from training.layers import dense
 from training.types import Batch, Mean, Measured, Method, Params
 
 EPS = 1e-6  # of its norms
