@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
   from jspec.async_llm import AsyncLLM, Draining, EngineDead, QueueFull, RequestFailed
+  from jspec.config.speculative import SpeculativeConfig
   from jspec.llm import LLM
   from jspec.outputs import (
     CompletionOutput,
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     Timing,
   )
   from jspec.sampling_params import SamplingParams
-  from jspec.spec_config import SpeculativeConfig
 
 __version__ = "0.1.0"
 
@@ -30,7 +30,7 @@ _WHERE = {
   "outputs": ("CompletionOutput", "EngineStats", "Logprob", "RequestOutput", "SpeculativeStats",
               "Timing"),
   "sampling_params": ("SamplingParams",),
-  "spec_config": ("SpeculativeConfig",),
+  "config.speculative": ("SpeculativeConfig",),
 }
 
 

@@ -2,13 +2,13 @@
 
 import sys
 
-from jspec.endings import importing
+from jspec.cli.endings import importing
 
 
 def main() -> int:
   with importing():
-    from jspec import cli  # here: it takes a moment
-  return cli.main()
+    from jspec.cli.main import main as run  # here: it takes a moment
+  return run()
 
 
 if __name__ == "__main__":

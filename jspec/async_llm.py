@@ -10,11 +10,11 @@ import uuid
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, NamedTuple
 
+from jspec.engine.request import Group, failure
 from jspec.llm import LLM
 from jspec.outputs import EngineStats, RequestOutput
-from jspec.prompt import Prompt, check_params
-from jspec.request import Group, failure
 from jspec.sampling_params import SamplingParams
+from jspec.text.prompt import Prompt, check_params
 
 
 class QueueFull(Exception):

@@ -8,19 +8,19 @@ from typing import Any
 
 import jax
 
+from jspec.checkpoints.hub import LoadedModel
 from jspec.config import EngineConfig, ModelConfig
+from jspec.config.speculative import SpeculativeConfig
 from jspec.drafters import DrafterSetup
 from jspec.drafters import build as build_drafter
-from jspec.engine import Engine
-from jspec.head_config import HeadConfig
-from jspec.hub import LoadedModel
-from jspec.limits import check_rates, engine_config
-from jspec.model import with_vocab_size
-from jspec.placement import Placement, check_attention
-from jspec.plan import CostModel, cpu_cost, cpu_widths
-from jspec.sharding import place_params
-from jspec.spec_config import SpeculativeConfig
-from jspec.weights import Place, Placer
+from jspec.engine.limits import check_rates, engine_config
+from jspec.engine.loop import Engine
+from jspec.engine.placement import Placement, check_attention
+from jspec.heads.config import HeadConfig
+from jspec.model.params import Place, Placer
+from jspec.model.sharding import place_params
+from jspec.model.transformer import with_vocab_size
+from jspec.speculation.plan import CostModel, cpu_cost, cpu_widths
 
 # Drafts are nearly free where a pass over the weights has arithmetic to spare: the rows that take
 # as long as one pass are peak arithmetic over memory bandwidth, some hundreds on GPUs and TPUs.

@@ -12,12 +12,11 @@ import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
-from jspec import heads, hub, vllm_arguments
 from jspec.build import Parts, build_engine, placed
-from jspec.chat_template import strings
-from jspec.config import EngineConfig, ModelConfig
-from jspec.engine import MAX_STEPS, Engine
-from jspec.limits import (
+from jspec.checkpoints import hub, load_head
+from jspec.config import EngineConfig, ModelConfig, vllm_arguments
+from jspec.config.speculative_parse import parse_speculative
+from jspec.engine.limits import (
   check_characters,
   check_priority,
   check_prompt,
@@ -25,10 +24,16 @@ from jspec.limits import (
   check_tokenizer,
   truncated_prompt,
 )
-from jspec.metrics import Metric, metrics_of
+from jspec.engine.loop import MAX_STEPS, Engine
+from jspec.engine.metrics import Metric, metrics_of
+from jspec.engine.placement import place, use_compilation_cache
+from jspec.engine.replicas import Replicas
+from jspec.engine.request import Group, Request, failure
+from jspec.engine.slot_sampling import row_inputs
 from jspec.outputs import RequestOutput
-from jspec.placement import place, use_compilation_cache
-from jspec.prompt import (
+from jspec.sampling_params import MAX_SEED, SamplingParams
+from jspec.text.chat_template import strings
+from jspec.text.prompt import (
   Messages,
   Prompt,
   check_params,
@@ -37,12 +42,7 @@ from jspec.prompt import (
   listed_prompts,
   read_prompt,
 )
-from jspec.replicas import Replicas
-from jspec.request import Group, Request, failure
-from jspec.sampling_params import MAX_SEED, SamplingParams
-from jspec.slot_sampling import row_inputs
-from jspec.spec_parse import parse_speculative
-from jspec.tokenizer import Tokenizer
+from jspec.text.tokenizer import Tokenizer
 
 
 class LLM:
@@ -78,8 +78,8 @@ class LLM:
     revision: of a Hugging Face repo id, a branch, tag or commit.
     cache_dir: for downloaded models and compiled programs; None is the user's cache folder.
     progress: show progress bars; None decides by the terminal.
-    older_flags: of speculation; and vLLM's arguments that jspec has not (jspec/vllm_arguments.py):
-      those that change nothing pass, with a warning where they are not at their defaults.
+    older_flags: of speculation; and vLLM's arguments that jspec has not: those that change nothing
+      pass, with a warning where they are not at their defaults (jspec/config/vllm_arguments.py).
 
   Raises:
     ValueError: for anything that cannot be done exactly as asked, before work is lost.
@@ -99,7 +99,7 @@ class LLM:
     own = hub.name_of(model, revision)
     self.speculative = parse_speculative(
         dict(speculative_config) if speculative_config is not None else None, older_flags,
-        lambda *named: None if named == own else heads.detect_method(*named))
+        lambda *named: None if named == own else load_head.detect_method(*named))
     if dtype == "auto":
       dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     auto = max_model_len in ("auto", None, -1)
@@ -130,7 +130,7 @@ class LLM:
     parts = Parts(
         self.loaded, spec, own == hub.name_of_draft(spec, own),
         lambda name, placer: load(name, spec.revision, placer),
-        lambda name, put, params: heads.load_head(
+        lambda name, put, params: load_head.load_head(
             name or "", self.config, method=spec.parts[-1], dtype=dtype, progress=progress, put=put,
             revision=spec.revision, target_params=params))
     engines = [build_engine(parts, devices, fields) for devices in placements]

@@ -101,7 +101,7 @@ class SlotSampling(flax.struct.PyTreeNode):
   logprobs: jax.Array  # bool[B], whether the request asked for them
   biased: jax.Array  # bool[B], whether any entry of `bias` is not 0
   bias: jax.Array  # f32[B, V], logit_bias; -inf for bad words of one token and what is not allowed
-  token_flags: jax.Array  # u8[B, V], STOPS | NOT_BEFORE_MIN | IN_PROMPT of sampling.py
+  token_flags: jax.Array  # u8[B, V], STOPS | NOT_BEFORE_MIN | IN_PROMPT of speculation/sampling.py
   output_count: jax.Array  # i32[B, V], occurrences among emitted tokens, root included
   bad_words: jax.Array  # i32[B, W, M], multi-token ones, right-aligned, PAD_TOKEN before
   recent: jax.Array  # i32[B, M - 1], last tokens of prompt + output, root last

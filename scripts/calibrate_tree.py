@@ -13,10 +13,11 @@ import sys
 import jax
 import numpy as np
 
-from jspec import LLM, SamplingParams, calibration, medusa_choices
+from jspec import LLM, SamplingParams
 from jspec.bench.datasets import load_prompts
-from jspec.heads import load_head
-from jspec.medusa_head import head_params
+from jspec.checkpoints.load_head import load_head
+from jspec.heads import calibration, tree_search
+from jspec.heads.medusa import head_params
 
 
 def read_prompts(llm: LLM, files: list[pathlib.Path], limit: int | None) -> list[list[int]]:
@@ -64,12 +65,12 @@ def main(arguments: list[str] | None = None) -> int:
     padded[:len(text)] = text
     top.append(np.asarray(likeliest(params, heads, padded)))
     true.append(calibration.predicted(text, config.num_heads, len(prompt) - 1, len(padded)))
-  accuracy = medusa_choices.measure(np.concatenate(top), np.concatenate(true))
+  accuracy = tree_search.measure(np.concatenate(top), np.concatenate(true))
   print("head", *(f"rank {r:<2}" for r in range(args.num_ranks)))
   for i, row in enumerate(accuracy):
     print(f"{i:4}", *(f"{x:7.4f}" for x in row))
-  paths = medusa_choices.search(accuracy, args.num_nodes)
-  print(f"{len(paths)} nodes, {medusa_choices.expected_length(accuracy, paths):.2f} draft tokens "
+  paths = tree_search.search(accuracy, args.num_nodes)
+  print(f"{len(paths)} nodes, {tree_search.expected_length(accuracy, paths):.2f} draft tokens "
         "accepted per step if heads were independent")
   print(json.dumps(paths))
   return 0

@@ -27,12 +27,12 @@ class Setup:
   layers: int  # of Llama-3.1-8B, whose whole depth takes long to compile
 
   def attend(self, backend: str) -> Callable:
-    from jspec import attention
+    from jspec.model import attention
     return attention.choose("cpu" if self.smoke else self.platform, backend, interpret=self.smoke)
 
   def backends(self) -> tuple[str, ...]:
     """In order of preference. Mosaic GPU's interpreter takes minutes even for tiny shapes."""
-    from jspec import attention
+    from jspec.model import attention
     names = attention.PREFERENCE[self.platform]
     return tuple(n for n in names if n != "mosaic_gpu") if self.smoke else names
 

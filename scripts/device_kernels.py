@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec import tree
 from jspec.pallas import reference
+from jspec.speculation import tree
 from jspec.types import NO_PARENT
 from scripts.device_check import Clock, Setup, say
 from tests.attention_cases import case

@@ -11,8 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import jax.numpy as jnp
 
-from jspec import cache, model, tree
 from jspec.compile_check import models
+from jspec.model import cache, transformer
+from jspec.model.params import init_params
+from jspec.model.rows import chain_mask, pack
 from jspec.pallas import tree_bits
 from scripts.device_check import Clock, Setup, say
 
@@ -97,7 +99,7 @@ def verification_cost(setup: Setup, clock: Clock, found: dict, report: dict) -> 
   config = models.with_depth(full, setup.layers)
   context = 256 if setup.smoke else 4096
   widths = (1, 4) if setup.smoke else (1, 8, 32) if setup.quick else (1, 2, 4, 8, 16, 32, 64)
-  params = model.init_params(jax.random.key(0), config, jnp.bfloat16)
+  params = init_params(jax.random.key(0), config, jnp.bfloat16)
   size = lambda p: sum(x.nbytes for x in jax.tree.leaves(p))
   per_layer = size(params["layers"]) / setup.layers + 4 * context * (
       config.num_kv_heads * config.head_dim)
@@ -131,13 +133,13 @@ def _lower(setup: Setup, backend: str, params, config, width: int, context: int)
   """A forward of `width` tokens that writes its pages in place, and its arguments."""
   pages = cache.init_pages(config, context // PAGE + 1, PAGE, jnp.bfloat16)
   table = jnp.arange(context // PAGE + 1, dtype=jnp.int32)[None]
-  mask, rows = tree.chain_mask(1, width), tree.pack(jnp.ones((1, width), bool), width)
+  mask, rows = chain_mask(1, width), pack(jnp.ones((1, width), bool), width)
 
   def forward(params, pages):
-    hidden, _, pages = model.forward(
+    hidden, _, pages = transformer.forward(
         params, config, jnp.zeros((1, width), jnp.int32), mask, rows, pages, table,
         jnp.array([context - width]), attend=setup.attend(backend), is_chain=True)
-    return model.logits(params, config, hidden).argmax(-1), pages
+    return transformer.logits(params, config, hidden).argmax(-1), pages
 
   return jax.jit(forward, donate_argnums=1).lower(params, pages), params, pages
 

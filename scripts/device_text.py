@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 
-from jspec import LLM, SamplingParams, hub
+from jspec import LLM, SamplingParams
 from jspec.bench.datasets import load_prompts
 from jspec.bench.runner import cold
+from jspec.checkpoints import hub
 from scripts.device_check import Clock, Setup, say
 
 

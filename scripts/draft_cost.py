@@ -14,13 +14,14 @@ import time
 import jax
 import jax.numpy as jnp
 
-from jspec import hub, step, tree
+from jspec.checkpoints import hub
 from jspec.config import EngineConfig
-from jspec.device import initial_state
 from jspec.drafters.eagle import eagle
 from jspec.drafters.none import none
-from jspec.head_config import EagleConfig
-from jspec.head_init import init_head
+from jspec.engine.programs import initial_state
+from jspec.heads.config import EagleConfig
+from jspec.heads.init import init_head
+from jspec.speculation import step, tree
 from jspec.types import Committed, Slots
 
 

@@ -13,9 +13,10 @@ import tempfile
 
 import safetensors.numpy
 
-from jspec import LLM, SamplingParams, hub
+from jspec import LLM, SamplingParams
 from jspec.bench.datasets import load_prompts
 from jspec.bench.runner import cold
+from jspec.checkpoints import hub
 
 NEAR_TIE = 1e-3
 

@@ -17,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jspec import LLM, SamplingParams, hub
+from jspec import LLM, SamplingParams
 from jspec.bench.report import peak_memory_mib
+from jspec.checkpoints import hub
 from training import config as configuration
 from training import state
 from training.methods import METHODS, make_method

@@ -14,10 +14,11 @@ import time
 import jax
 import jax.numpy as jnp
 
-from jspec import hub, step
+from jspec.checkpoints import hub
 from jspec.config import EngineConfig, Verification
-from jspec.device import initial_state
-from jspec.drafters.base import Drafter
+from jspec.engine.programs import initial_state
+from jspec.speculation import step
+from jspec.speculation.drafter import Drafter
 from jspec.types import NO_PARENT, DraftTree
 
 DRAFTS = (0, 3, 7)

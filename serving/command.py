@@ -16,7 +16,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jspec import cli
+from jspec.cli import flags
+from jspec.cli.parser import whole_number
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 KEY_VARIABLE = "JSPEC_API_KEY"
@@ -31,7 +32,7 @@ _SHORTCUTS = {  # flag's destination -> key of --speculative-config
 }
 _ENGINE = ("num_pages", "enable_prefix_caching", "max_num_batched_tokens", "dynamic_speculation",
            "seed")
-MAX_STEPS = 16  # jspec.engine's, which brings jax along; a test compares them
+MAX_STEPS = 16  # jspec.engine.loop's, which brings jax along; a test compares them
 _RANGES: dict[str, tuple[float, float]] = {  # destination -> what is allowed
   "port": (0, 2**16 - 1), "grpc_port": (0, 2**16 - 1), "num_scheduler_steps": (1, MAX_STEPS),
   "max_queue": (1, math.inf), "max_body_bytes": (1, 2**31 - 1),  # gRPC's sizes are 32 bits
@@ -44,7 +45,8 @@ _RANGES: dict[str, tuple[float, float]] = {  # destination -> what is allowed
 
 
 def add_serve_flags(parser: argparse.ArgumentParser) -> None:
-  """What a server has beside the engine's flags, in the spelling of vLLM."""
+  """The engine's flags and a server's own, in the spelling of vLLM."""
+  flags.add_engine_flags(parser)
   parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="the same as --model")
   _add_doors(parser.add_argument_group("addresses and access"))
   _add_connections(parser.add_argument_group("connections"))
@@ -61,9 +63,9 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
                      "holds where there are several keys, else no bound)")
   group.add_argument("--max-tokens-per-client", type=int, metavar="N", help="likewise the tokens "
                      "of their prompts and of the longest answers to them (default: no bound)")
-  group.add_argument("--max-num-batched-tokens", type=cli.whole_number, metavar="N", help="of "
+  group.add_argument("--max-num-batched-tokens", type=whole_number, metavar="N", help="of "
                      "prompts, between two steps of the requests that are being answered")
-  group.add_argument("--num-pages", type=cli.whole_number, metavar="N", help="of the KV "
+  group.add_argument("--num-pages", type=whole_number, metavar="N", help="of the KV "
                      "cache (default: enough for --max-num-seqs requests of --max-model-len "
                      "tokens)")
   group.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction,
@@ -110,7 +112,7 @@ def _add_doors(group: Any) -> None:
   group.add_argument("--ssl-ca-certs", type=pathlib.Path, metavar="FILE", help="gRPC clients must "
                      "show a certificate signed by one of these (HTTP clients need not: add "
                      "--no-http or an API key)")
-  group.add_argument("--max-body-bytes", type=cli.whole_number, default=4 * 2**20, metavar="N",
+  group.add_argument("--max-body-bytes", type=whole_number, default=4 * 2**20, metavar="N",
                      help="of a request, HTTP or gRPC (default: %(default)s)")
 
 
@@ -199,15 +201,15 @@ def run_serve(arguments: argparse.Namespace) -> int:
 def loader(arguments: argparse.Namespace) -> Callable[[], Any]:
   """Makes the LLM that the flags describe; whatever the flags alone can get wrong is raised now."""
   config, older = speculation(arguments)
-  engine = cli.engine_arguments(arguments)
+  engine = flags.engine_arguments(arguments)
   given = {name: value for name in _ENGINE if (value := vars(arguments)[name]) is not None}
   model = _model(arguments)
-  cli.model_names.model_named(model, arguments.revision)
-  return lambda: cli.load_llm(model, speculative_config=config, **older, **engine, **given)
+  flags.model_names.model_named(model, arguments.revision)
+  return lambda: flags.load_llm(model, speculative_config=config, **older, **engine, **given)
 
 
 def speculation(arguments: argparse.Namespace) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-  """cli.speculation with this command's shortcuts among the keys of --speculative-config."""
+  """flags.speculation with this command's shortcuts among the keys of --speculative-config."""
   shortcuts = {key: value for name, key in _SHORTCUTS.items()
                if (value := vars(arguments)[name]) is not None}
   if arguments.no_speculation and (shortcuts or arguments.dynamic_speculation):
@@ -219,7 +221,7 @@ def speculation(arguments: argparse.Namespace) -> tuple[dict[str, Any] | None, d
                        "the same: give one of them")
   if shortcuts:
     config = {**(config or {}), **shortcuts}
-  return cli.speculation(argparse.Namespace(**{**vars(arguments), "speculative_config": config}))
+  return flags.speculation(argparse.Namespace(**{**vars(arguments), "speculative_config": config}))
 
 
 def api_keys(given: list[str], file: pathlib.Path | None,
@@ -257,7 +259,7 @@ def model_name(model: str) -> str:
 def _model(arguments: argparse.Namespace) -> str:
   if arguments.model_tag is None:
     return arguments.model
-  if arguments.model not in (cli.DEFAULT_MODEL, arguments.model_tag):
+  if arguments.model not in (flags.DEFAULT_MODEL, arguments.model_tag):
     raise ValueError(f"the model is given twice: {arguments.model_tag!r} and "
                      f"--model {arguments.model!r}")
   return arguments.model_tag

@@ -9,8 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jspec import tree
 from jspec.pallas import tree_bits
+from jspec.speculation import tree
 from jspec.types import NO_PARENT
 
 LENGTHS = (0, 3, 4, 8, 13, 37)  # exact multiples of page size 4 among them

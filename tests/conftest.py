@@ -25,7 +25,7 @@ import tiny
 import tiny_cases
 import tiny_llm
 
-from jspec import hub
+from jspec.checkpoints import hub
 
 # Several files run the same programs: what one has compiled the others load.
 CACHE = pathlib.Path(__file__).parent.parent / ".pytest_cache" / "jax"

@@ -11,9 +11,9 @@ import numpy as np
 import safetensors.numpy
 
 from jspec.config import RopeScaling
-from jspec.head_config import EagleConfig, MedusaConfig, MlpSpeculatorConfig
-from jspec.head_init import init_head
-from jspec.model import init_params
+from jspec.heads.config import EagleConfig, MedusaConfig, MlpSpeculatorConfig
+from jspec.heads.init import init_head
+from jspec.model.params import init_params
 
 BF16, F32 = ml_dtypes.bfloat16, np.float32
 TARGET, NAME = hc.TARGET, "org/target"

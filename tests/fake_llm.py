@@ -9,10 +9,10 @@ import tokenizers.decoders
 import tokenizers.models
 
 from jspec.config import EngineConfig
+from jspec.config.speculative_parse import parse_speculative
 from jspec.outputs import CompletionOutput, RequestOutput, SpeculativeStats, Timing
 from jspec.sampling_params import SamplingParams
-from jspec.spec_parse import parse_speculative
-from jspec.tokenizer import _BYTE_OF, Tokenizer
+from jspec.text.tokenizer import _BYTE_OF, Tokenizer
 
 TEMPLATE = ("{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}\n{% endfor %}"
             "{% if add_generation_prompt %}a:{% endif %}")

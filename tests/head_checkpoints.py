@@ -16,7 +16,7 @@ import numpy as np
 import safetensors.numpy
 
 from jspec.config import ModelConfig
-from jspec.head_config import EagleConfig, HeadConfig, MedusaConfig, MlpSpeculatorConfig
+from jspec.heads.config import EagleConfig, HeadConfig, MedusaConfig, MlpSpeculatorConfig
 
 E, V, VD, M, H, K, HD, L = 16, 40, 12, 24, 4, 2, 8, 8
 TARGET = ModelConfig("llama", V, E, L, H, K, HD, M, 64)

@@ -16,8 +16,8 @@ import scipy.special
 import tiny
 
 from jspec.config import ModelConfig
-from jspec.head_config import EagleConfig, MedusaConfig, MlpSpeculatorConfig
-from jspec.head_init import init_head
+from jspec.heads.config import EagleConfig, MedusaConfig, MlpSpeculatorConfig
+from jspec.heads.init import init_head
 
 V, E = tiny.VOCAB, tiny.TARGET.width
 LAYER = ModelConfig("tiny", vocab_size=V, width=E, num_layers=1, num_heads=4, num_kv_heads=2,

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from attention_cases import LENGTHS, assert_right, case
 
-from jspec import tree
 from jspec.pallas.reference import paged_attention
+from jspec.speculation import tree
 from jspec.types import NO_PARENT
 
 TREE = (NO_PARENT, 0, 0, 1, 1, 2)

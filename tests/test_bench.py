@@ -10,7 +10,6 @@ import pytest
 from fake_llm import FakeLLM
 from tiny_llm import greedy, is_idle, tiny_llm
 
-from jspec import cli
 from jspec.bench import datasets, metrics, report
 from jspec.bench.hf import check_hf
 from jspec.bench.prompts import BUILT_IN
@@ -27,9 +26,11 @@ from jspec.bench.runner import (
   make_groups,
   run_interleaved,
 )
-from jspec.drafters.base import Feed
+from jspec.cli import flags as cli_flags
+from jspec.cli import main
 from jspec.outputs import SpeculativeStats
 from jspec.sampling_params import SamplingParams
+from jspec.speculation.drafter import Feed
 
 
 def write(tmp_path: pathlib.Path, content: str, name: str = "set.jsonl") -> pathlib.Path:
@@ -218,13 +219,13 @@ def test_a_benchmark_of_loops_alone_says_so():
 @pytest.fixture
 def fake(monkeypatch):
   llm = type("Fake", (FakeLLM,), {"made": []})
-  monkeypatch.setattr(cli, "load_llm", llm)
+  monkeypatch.setattr(cli_flags, "load_llm", llm)
   return llm
 
 
 def test_bench_writes_table_and_json(fake, capsys, tmp_path):
   file = tmp_path / "out.json"
-  assert cli.main(["bench", "--json", str(file), "--repeats", "2", "--task", "chat"]) == 0
+  assert main.main(["bench", "--json", str(file), "--repeats", "2", "--task", "chat"]) == 0
   out = capsys.readouterr().out
   assert out.startswith("task") and "chat" in out and "Speculation makes this" in out
   numbers = json.loads(file.read_text(encoding="utf-8"))
@@ -245,26 +246,26 @@ def test_bench_batches_and_leaves_out_what_is_too_long(fake, capsys, tmp_path):
   file = tmp_path / "out.json"
   argv = ["bench", "--dataset", str(path), "--max-model-len", "64", "--max-tokens", "16",
           "--batch-size", "2", "--json", str(file), "--raw"]
-  assert cli.main(argv) == 0
+  assert main.main(argv) == 0
   assert "1 prompts were left out" in capsys.readouterr().err
   numbers = json.loads(file.read_text(encoding="utf-8"))
   assert [len(group["prompt_tokens"]) for group in numbers["groups"]] == [2, 1]
   assert fake.made[0].engine.config.max_num_seqs == 2
-  assert cli.main([*argv, "--max-tokens", "64"]) == 2
+  assert main.main([*argv, "--max-tokens", "64"]) == 2
 
 
 def test_bench_plots(fake, capsys, tmp_path):
   pytest.importorskip("matplotlib")
   file = tmp_path / "plot.png"
-  assert cli.main(["bench", "--plot", str(file), "--repeats", "1", "--task", "math"]) == 0
+  assert main.main(["bench", "--plot", str(file), "--repeats", "1", "--task", "math"]) == 0
   assert file.read_bytes().startswith(b"\x89PNG")
 
 
 def test_missing_extras_are_named_before_anything_runs(fake, capsys, monkeypatch, tmp_path):
   monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-  assert cli.main(["bench", "--plot", str(tmp_path / "x.png")]) == 2
+  assert main.main(["bench", "--plot", str(tmp_path / "x.png")]) == 2
   assert "--plot needs matplotlib" in capsys.readouterr().err
-  assert cli.main(["bench", "--compare", "hf"]) == 2
+  assert main.main(["bench", "--compare", "hf"]) == 2
   assert "missing: torch, transformers" in capsys.readouterr().err
   assert not fake.made
 

@@ -13,11 +13,12 @@ import scipy.special
 import scipy.stats
 import tiny
 
-from jspec import medusa_choices, step, tree
+from jspec.config import draft_trees
 from jspec.drafters.draft_model import draft_model
 from jspec.drafters.eagle import eagle, eagle_dynamic
 from jspec.drafters.medusa import medusa
 from jspec.drafters.mlp_speculator import mlp_speculator
+from jspec.speculation import step, tree
 from jspec.types import SlotRequest
 
 STEPS = 200
@@ -76,14 +77,14 @@ def test_the_target_as_its_own_draft_accepts_every_token_of_every_step(depth):
 
 CHAIN = tree.shape_of([(0,) * i for i in range(1, 5)])
 LONG = tree.shape_of([(0,) * i for i in range(1, 9)])  # twice a page
-TREE = tree.shape_of(medusa_choices.of_widths((2, 2, 1)))
+TREE = tree.shape_of(draft_trees.of_widths((2, 2, 1)))
 sampled = functools.partial(eagle, sampled=True)
 HEADS = {
     "medusa chain": (markov.MEDUSA, lambda: medusa(markov.MEDUSA, CHAIN, tiny.TARGET)),
     "medusa tree": (markov.MEDUSA, lambda: medusa(markov.MEDUSA, TREE, tiny.TARGET)),
     "mlp chain": (markov.MLP, lambda: mlp_speculator(markov.MLP, CHAIN, tiny.TARGET)),
     "mlp candidates": (markov.MLP, lambda: mlp_speculator(
-        markov.MLP, tree.shape_of(medusa_choices.of_widths((2, 2, 2))), tiny.TARGET,
+        markov.MLP, tree.shape_of(draft_trees.of_widths((2, 2, 2))), tiny.TARGET,
         n_candidates=3)),
     "eagle long chain": (markov.EAGLE, lambda: eagle(markov.EAGLE, LONG, tiny.TARGET, tiny.PAGE,
                                                      jnp.float32)),

@@ -11,10 +11,11 @@ import pytest
 import tiny
 from tiny_llm import greedy, is_idle, tiny_llm
 
-from jspec import sampling, tree
 from jspec.config import Verification
-from jspec.judge import judge
+from jspec.model.rows import pack
 from jspec.sampling_params import SamplingParams
+from jspec.speculation import sampling, tree
+from jspec.speculation.judge import judge
 from jspec.types import NO_PARENT, DraftTree
 
 V, N = tiny.VOCAB, 4
@@ -58,7 +59,7 @@ def test_nothing_is_accepted_behind_a_broken_node_under_any_rule(rule, temperatu
       length=jnp.arange(b), key=jax.random.split(jax.random.key(0), b), active=jnp.ones(b, bool),
       num_output=jnp.ones(b, jnp.int32), sampling=tiny.sampling_for(b, temperature=temperature))
   verdict, broken = jax.tree.map(np.array, judge(
-      jnp.array(logits.reshape(-1, V)), draft, mask, tree.pack(parent >= NO_PARENT, b * N), state,
+      jnp.array(logits.reshape(-1, V)), draft, mask, pack(parent >= NO_PARENT, b * N), state,
       has_q, verification))
   assert broken.tolist() == [True] * (b - 1) + [False]
   assert verdict.num_accepted.tolist() == [*at[:-1], N - 1]
@@ -75,7 +76,7 @@ def test_drafts_of_a_law_that_is_nan_count_as_not_made(rule):
       length=jnp.arange(b), key=jax.random.split(jax.random.key(0), b), active=jnp.ones(b, bool),
       num_output=jnp.ones(b, jnp.int32), sampling=tiny.sampling_for(b, temperature=1.0))
   logits = jnp.tile(jnp.array(ROW), (b * N, 1))
-  rows = tree.pack(parent >= NO_PARENT, b * N)
+  rows = pack(parent >= NO_PARENT, b * N)
 
   def verdict(first, q):
     draft = DraftTree(token, parent.at[:, first:].set(NO_PARENT), q)

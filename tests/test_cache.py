@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import cache, tree
+from jspec.model import cache
+from jspec.model.rows import pack
 from jspec.types import KVPages, Verdict
 
 TABLE = np.array([[5, 0, 3], [1, 6, 2]], np.int32)  # pages of 4 tokens; 4 and 7 nobody's
@@ -29,7 +30,7 @@ def test_locate_follows_the_page_table():
 @pytest.mark.parametrize("length", [(0, 3), (4, 8), (10, 11)])
 def test_writes_land_at_length_plus_node_and_nowhere_else(length):
   keep = np.array([[1, 1, 0, 1], [1, 0, 0, 1]], bool)
-  rows = tree.pack(jnp.array(keep), 7)
+  rows = pack(jnp.array(keep), 7)
   old = jax.random.normal(jax.random.key(0), (NUM_PAGES, SIZE, WIDTH))
   x = jax.random.normal(jax.random.key(1), (7, WIDTH))
   where = cache.locate_rows(rows, jnp.array(TABLE), jnp.array(length), SIZE)

@@ -12,7 +12,8 @@ import jax
 import pytest
 from tiny_llm import byte_tokenizer, tiny_config
 
-from jspec import hub, model
+from jspec.checkpoints import hub
+from jspec.model.params import init_params
 from jspec.pallas import paged_attention_triton
 from scripts import device_check, device_kernels, device_text
 
@@ -92,7 +93,7 @@ def test_a_kernel_that_refuses_is_not_a_failure_but_not_compared_either(monkeypa
 
 def test_speculation_reports_speed_and_whether_the_texts_agree(monkeypatch):
   config = tiny_config(max_positions=2048)
-  params = model.init_params(jax.random.key(0), config)
+  params = init_params(jax.random.key(0), config)
   loaded = hub.LoadedModel(config, params, byte_tokenizer(), "tiny")
   monkeypatch.setattr(hub, "load_model", lambda *_, **__: loaded)
   found = {}

@@ -17,7 +17,10 @@ import pytest
 from fake_llm import FakeLLM
 from tiny_llm import tiny_llm
 
-from jspec import SamplingParams, cli, heads, hub, terminal
+from jspec import SamplingParams
+from jspec.checkpoints import hub, load_head
+from jspec.cli import endings, main, terminal
+from jspec.cli import flags as cli_flags
 
 GOLDENS = pathlib.Path(__file__).parent / "goldens" / "smollm2.json"
 
@@ -26,7 +29,7 @@ GOLDENS = pathlib.Path(__file__).parent / "goldens" / "smollm2.json"
 def fake(monkeypatch):
   """FakeLLM in place of LLM; a subclass per test, so that tests may change its reply."""
   llm = type("Fake", (FakeLLM,), {"made": []})
-  monkeypatch.setattr(cli, "load_llm", llm)
+  monkeypatch.setattr(cli_flags, "load_llm", llm)
   return llm
 
 
@@ -36,7 +39,7 @@ def stdin(monkeypatch, content: bytes):
 
 def refused(capsys, argv: list[str]) -> str:
   """The one sentence that bad input gets."""
-  assert cli.main(argv) == 2
+  assert main.main(argv) == 2
   out, err = capsys.readouterr()
   told = [line for line in err.splitlines() if not line.startswith("[")]  # [loading ...]
   assert out == "" and len(told) == 1 and told[0].startswith("jspec: error: "), err
@@ -76,12 +79,12 @@ def refused(capsys, argv: list[str]) -> str:
   (["bench", "--max-num-seqs", "2", "--batch-size", "4"], "must not be less"),
 ])
 def test_bad_input_is_one_sentence_and_loads_nothing(monkeypatch, capsys, argv, words):
-  monkeypatch.setattr(cli, "load_llm", lambda *_, **__: pytest.fail("loaded a model"))
+  monkeypatch.setattr(cli_flags, "load_llm", lambda *_, **__: pytest.fail("loaded a model"))
   assert words in refused(capsys, argv)
 
 
 def test_bad_files_and_stdin_are_refused(monkeypatch, capsys, tmp_path):
-  monkeypatch.setattr(cli, "load_llm", lambda *_, **__: pytest.fail("loaded a model"))
+  monkeypatch.setattr(cli_flags, "load_llm", lambda *_, **__: pytest.fail("loaded a model"))
   file = tmp_path / "latin.txt"
   file.write_bytes("naïve".encode("latin-1"))
   assert "is not UTF-8 text: invalid byte at offset 2" in refused(
@@ -118,7 +121,7 @@ def test_real_model_writes_the_golden_text(smollm2):
 
 
 def test_streams_the_text_and_sums_up_on_stderr(fake, capsys):
-  assert cli.main(["generate", "hi"]) == 0
+  assert main.main(["generate", "hi"]) == 0
   out, err = capsys.readouterr()
   assert out == "Hé, 👍!\n"
   assert err.startswith("[loading smollm2-135m-instruct]\n[compiling]\n[")
@@ -131,13 +134,13 @@ def test_streams_the_text_and_sums_up_on_stderr(fake, capsys):
 @pytest.mark.parametrize("argv, expected", [
   (["--raw"], "hi"), ([], "u:hi\na:"), (["--system", "be brief"], "s:be brief\nu:hi\na:")])
 def test_the_chat_template_is_applied_unless_raw(fake, capsys, argv, expected):
-  assert cli.main(["generate", "hi", *argv]) == 0
+  assert main.main(["generate", "hi", *argv]) == 0
   assert fake.made[0].tokenizer.decode(fake.made[0].prompts[-1]) == expected
 
 
 def test_base_models_complete_the_bare_prompt(fake, capsys):
   fake.template = None
-  assert cli.main(["generate", "hi"]) == 0
+  assert main.main(["generate", "hi"]) == 0
   assert fake.made[0].tokenizer.decode(fake.made[0].prompts[-1]) == "hi"
   capsys.readouterr()
   assert "no chat template" in refused(capsys, ["generate", "hi", "--system", "x"])
@@ -149,21 +152,21 @@ def test_prompts_come_from_files_and_stdin(fake, capsys, monkeypatch, tmp_path):
   file.write_bytes("größe\n".encode())
   stdin(monkeypatch, b"a\nb\r\n")
   for argv in (["--file", str(file)], ["-"]):
-    assert cli.main(["generate", "--raw", *argv]) == 0
+    assert main.main(["generate", "--raw", *argv]) == 0
   texts = [llm.tokenizer.decode(llm.prompts[-1]) for llm in fake.made]
   assert texts == ["größe", "a\nb"]
 
 
 def test_accepted_drafts_are_green_and_characters_stay_whole(fake, capsys, monkeypatch):
   green = lambda text: f"{terminal.GREEN}{text}{terminal.RESET}"
-  assert cli.main(["generate", "hi", "--show-drafts", "--color", "always"]) == 0
+  assert main.main(["generate", "hi", "--show-drafts", "--color", "always"]) == 0
   out = capsys.readouterr().out
   assert out.replace(terminal.GREEN, "").replace(terminal.RESET, "") == "Hé, 👍!\n"
   # Bytes 1, 3, 5, ... are drafts; the last byte of a character decides: é is bytes 1-2.
   assert out == f"Hé{green(',')} 👍{green('!')}\n"
   monkeypatch.setenv("NO_COLOR", "1")
   monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-  assert cli.main(["generate", "hi", "--show-drafts"]) == 0
+  assert main.main(["generate", "hi", "--show-drafts"]) == 0
   out, err = capsys.readouterr()
   assert out == "Hé, 👍!\n" and "--color always" in err
 
@@ -180,7 +183,7 @@ def test_accepted_drafts_are_green_and_characters_stay_whole(fake, capsys, monke
    (0, 0)),
 ])
 def test_speculation_flags_reach_the_engine(fake, capsys, argv, method, tokens, lookups):
-  assert cli.main(["generate", "hi", *argv]) == 0
+  assert main.main(["generate", "hi", *argv]) == 0
   spec = fake.made[0].speculative
   assert (spec.method, spec.num_speculative_tokens) == (method, tokens)
   assert (spec.prompt_lookup_max, spec.prompt_lookup_min) == lookups
@@ -192,7 +195,7 @@ def test_every_sampling_flag_reaches_the_parameters():
           "--stop", "b", "--stop-token-id", "5", "--repetition-penalty", "1.1",
           "--presence-penalty", "0.2", "--frequency-penalty", "0.3", "--bad-word", "w",
           "--logit-bias", '{"7": -1}', "--ignore-eos"]
-  params = cli.sampling_params(cli.build_parser().parse_args(argv))
+  params = cli_flags.sampling_params(main.build_parser().parse_args(argv))
   assert (params.max_tokens, params.min_tokens, params.temperature, params.top_p, params.top_k,
           params.min_p, params.seed, params.stop, params.stop_token_ids) == (
     9, 1, 0.5, 0.9, 40, 0.1, 3, ("a", "b"), (5,))
@@ -221,7 +224,7 @@ def prompt_texts(llm) -> list[str]:
 def test_chat_keeps_history_until_reset(fake, capsys, monkeypatch):
   fake.reply = "yes"
   converse(monkeypatch, ["one", "", "two", "/reset", "three", "/what", "/exit", "never"])
-  assert cli.main(["chat", "--system", "S"]) == 0
+  assert main.main(["chat", "--system", "S"]) == 0
   out, err = capsys.readouterr()
   assert out == "yes\nyes\nyes\n" and "unknown command /what" in err
   assert prompt_texts(fake.made[0]) == [
@@ -232,7 +235,7 @@ def test_chat_survives_ctrl_c(fake, capsys, monkeypatch):
   fake.interrupt_after = 3
   fake.reply = "abcdef"
   converse(monkeypatch, [KeyboardInterrupt, "one", "two"])
-  assert cli.main(["chat"]) == 0
+  assert main.main(["chat"]) == 0
   assert "[stopped]" in capsys.readouterr().err
   assert prompt_texts(fake.made[0])[1] == "u:one\na:ab\nu:two\na:"
 
@@ -240,7 +243,7 @@ def test_chat_survives_ctrl_c(fake, capsys, monkeypatch):
 def test_chat_drops_the_oldest_turns_when_the_context_is_full(fake, capsys, monkeypatch):
   fake.reply = "yes"
   converse(monkeypatch, ["one" * 8, "two", "three" * 20, "four"])
-  assert cli.main(["chat", "--max-model-len", "48", "--max-tokens", "8"]) == 0
+  assert main.main(["chat", "--max-model-len", "48", "--max-tokens", "8"]) == 0
   err = capsys.readouterr().err
   assert "the context of 48 tokens is full: the oldest turn was dropped" in err
   assert "leaves no room" in err  # for three alone, which is forgotten again
@@ -249,20 +252,20 @@ def test_chat_drops_the_oldest_turns_when_the_context_is_full(fake, capsys, monk
 
 def test_ctrl_c_ends_generate_with_130(fake, capsys):
   fake.interrupt_after = 2
-  assert cli.main(["generate", "hi"]) == 130
+  assert main.main(["generate", "hi"]) == 130
   assert "interrupted" in capsys.readouterr().err
 
 
 def test_models_are_listed(capsys, tmp_path):
-  assert cli.main(["models", "--cache-dir", str(tmp_path)]) == 0
+  assert main.main(["models", "--cache-dir", str(tmp_path)]) == 0
   assert re.search(r"smollm2-135m-instruct +not fetched yet", capsys.readouterr().out)
-  assert cli.main(["models", "--json", "--cache-dir", str(tmp_path)]) == 0
+  assert main.main(["models", "--json", "--cache-dir", str(tmp_path)]) == 0
   rows = json.loads(capsys.readouterr().out)
-  assert rows[0]["name"] == cli.DEFAULT_MODEL and rows[0]["present"] is False
+  assert rows[0]["name"] == cli_flags.DEFAULT_MODEL and rows[0]["present"] is False
 
 
 def inspected(capsys, argv: list[str]) -> dict:
-  assert cli.main(["models", "inspect", *argv, "--json"]) == 0
+  assert main.main(["models", "inspect", *argv, "--json"]) == 0
   return json.loads(capsys.readouterr().out)
 
 
@@ -276,7 +279,7 @@ def small_target(folder: pathlib.Path, **changes) -> str:
 
 
 def test_inspect_says_what_a_head_is_and_whether_it_fits(capsys, tmp_path, monkeypatch):
-  monkeypatch.setattr(heads, "_read", lambda *_: pytest.fail("read weights"))
+  monkeypatch.setattr(load_head, "_read", lambda *_: pytest.fail("read weights"))
   folder = str(hc.write(hc.eagle3(np.float16), tmp_path / "head", "pytorch_model.bin"))
   target = small_target(tmp_path / "target")
   report = inspected(capsys, [folder, "--target", target])
@@ -293,7 +296,7 @@ def test_inspect_says_what_a_head_is_and_whether_it_fits(capsys, tmp_path, monke
   misfit = ("tensor fc.weight has shape (16, 48), for targets of width 16: this target has 32 and "
             "needs (16, 96)")
   assert report["misfit"] == misfit
-  assert cli.main(["models", "inspect", folder, "--target", other]) == 0
+  assert main.main(["models", "inspect", folder, "--target", other]) == 0
   out = capsys.readouterr().out
   assert f"{folder}: a head for method 'eagle3', format EAGLE-3\n" in out
   assert f"{other}: {misfit}" in out
@@ -310,13 +313,13 @@ def test_inspect_says_what_a_head_shares(capsys, tmp_path, checkpoint, shared):
 
 
 def test_inspect_knows_plain_models(capsys, smollm2):
-  for name in (cli.DEFAULT_MODEL, str(hub.resolve(cli.DEFAULT_MODEL).path)):
+  for name in (cli_flags.DEFAULT_MODEL, str(hub.resolve(cli_flags.DEFAULT_MODEL).path)):
     report = inspected(capsys, [name])
     assert (report["kind"], report["method"]) == ("model", None)
     assert report["config"]["width"] == smollm2.config.width
     assert report["parameters"] == sum(leaf.size for leaf in jax.tree.leaves(smollm2.params))
     assert report["bytes"] == 4 * report["parameters"] and report["dtypes"] == ["float32"]
-  report = inspected(capsys, [str(hub.cache_folder(None) / f"{cli.DEFAULT_MODEL}.gguf")])
+  report = inspected(capsys, [str(hub.cache_folder(None) / f"{cli_flags.DEFAULT_MODEL}.gguf")])
   assert report["format"] == "GGUF" and "Q4_1" in report["dtypes"]
 
 
@@ -335,7 +338,7 @@ def test_inspect_refuses_bad_paths_and_damage_in_one_sentence(capsys, tmp_path):
 
 def test_version_and_notes(capsys, fake):
   with pytest.raises(SystemExit) as end:
-    cli.main(["--version"])
+    main.main(["--version"])
   assert end.value.code == 0 and capsys.readouterr().out.startswith("jspec ")
 
 
@@ -343,7 +346,7 @@ def test_a_closed_pipe_ends_quietly():
   process = subprocess.Popen([sys.executable, "-m", "jspec", "models"], stdout=subprocess.PIPE,
                              stderr=subprocess.PIPE, cwd=pathlib.Path(__file__).parent.parent)
   process.stdout.close()
-  assert process.wait(timeout=60) == cli.BROKEN_PIPE
+  assert process.wait(timeout=60) == endings.BROKEN_PIPE
   assert process.stderr.read() == b""
   process.stderr.close()
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import tiny
 
-from jspec import cache
-from jspec.drafters.base import Drafter, Feed
 from jspec.drafters.combined import combine
+from jspec.model import cache
+from jspec.speculation.drafter import Drafter, Feed
 from jspec.types import NO_PARENT, Committed, DraftTree
 
 V, D1, D2 = 7, 4, 3

@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import pytest
 
-from jspec import cli
+from jspec.cli import main
 from jspec.compile_check import case as case_lib
 from jspec.compile_check import check as check_lib
 from jspec.compile_check import chips, command, hlo, models, program, report, roofline
@@ -310,7 +310,7 @@ def test_sizes(number, text):
 ])
 def test_bad_input_is_one_sentence_before_anything_is_compiled(monkeypatch, capsys, argv, words):
   monkeypatch.setattr(program, "compile_step", lambda _: pytest.fail("compiled"))
-  assert cli.main(["compile-check", *argv]) == 2
+  assert main.main(["compile-check", *argv]) == 2
   out, err = capsys.readouterr()
   assert words in err and out == "" and err.count("\n") == 1, err
 
@@ -326,7 +326,7 @@ def test_a_kv_dtype_that_the_chip_lacks_is_refused(monkeypatch, capsys):
   older = dataclasses.replace(chips.CHIPS["A100"], lacks=("fp8", "fp8_e4m3"))
   monkeypatch.setitem(chips.CHIPS, "A100", older)
   monkeypatch.setattr(program, "compile_step", lambda _: pytest.fail("compiled"))
-  assert cli.main(["compile-check", "--chip", "A100", "--kv-cache-dtype", "fp8"]) == 2
+  assert main.main(["compile-check", "--chip", "A100", "--kv-cache-dtype", "fp8"]) == 2
   assert ("chip A100 lacks kv_cache_dtype 'fp8'; it has auto, int8, fp8_e5m2"
           in capsys.readouterr().err)
 
@@ -335,7 +335,7 @@ def test_a_kv_dtype_that_the_chip_lacks_is_refused(monkeypatch, capsys):
 def test_a_missing_compiler_is_named_with_what_installs_it(monkeypatch, capsys, chip, wheel):
   monkeypatch.setattr(case_lib, "_importable", lambda module: False)
   monkeypatch.setattr(program, "compile_step", lambda _: pytest.fail("compiled"))
-  assert cli.main(["compile-check", "--chip", chip]) == 2
+  assert main.main(["compile-check", "--chip", chip]) == 2
   err = capsys.readouterr().err
   assert f"needs {wheel}" in err and "pip install '.[aot]'" in err
 

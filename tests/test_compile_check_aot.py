@@ -9,7 +9,7 @@ import math
 import jax
 import pytest
 
-from jspec import cli
+from jspec.cli import main
 from jspec.compile_check import case as case_lib
 from jspec.compile_check import check as check_lib
 from jspec.compile_check import chips, models, program
@@ -86,14 +86,14 @@ def test_the_command_writes_json_and_tells_a_difference(tmp_path, capsys, monkey
   file = tmp_path / "result.json"
   argv = ["compile-check", "--chip", "v5e", "--model", "smollm2-135m", "--context", "512",
           "--layers", "1", "--json", str(file)]
-  assert cli.main(argv) == 0
+  assert main.main(argv) == 0
   out, err = capsys.readouterr()
   assert "compiled, not run" in out and "1 layers: lowered in" in out and "nothing is run" in err
   written = json.loads(file.read_text(encoding="utf-8"))["results"][0]
   assert written["compiled"]["1"]["argument_bytes"] > 2 * 49152 * 576
   monkeypatch.setattr(check_lib, "BASELINE", file)
-  assert cli.main([*argv, "--baseline"]) == 0
+  assert main.main([*argv, "--baseline"]) == 0
   written["compiled"]["1"]["argument_bytes"] += 1
   check_lib.write_results([written], file)
-  assert cli.main([*argv[:-2], "--baseline"]) == 1
+  assert main.main([*argv[:-2], "--baseline"]) == 1
   assert "argument_bytes is" in capsys.readouterr().err

@@ -13,18 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_weights import GEMMA, LLAMA, OPT
 
-from jspec import gguf, hub
-from jspec.checks import check_int, check_number
+from jspec.checkpoints import gguf, hub
+from jspec.checkpoints.head_files import HeadFiles, kind_of_head
+from jspec.checkpoints.head_formats import head_layout
+from jspec.checkpoints.hf_config import model_config_from_hf
+from jspec.checkpoints.torch_file import StoredTensor
 from jspec.config import EngineConfig, ModelConfig, RopeScaling
-from jspec.head_config import HeadConfig
-from jspec.head_files import HeadFiles, kind_of_head
-from jspec.head_formats import head_layout
-from jspec.hf_config import model_config_from_hf
-from jspec.spec_config import SpeculativeConfig
-from jspec.spec_keys import KEYS
-from jspec.spec_parse import parse_speculative
-from jspec.tokenizer_files import gguf_tokenizer, load_tokenizer
-from jspec.torch_file import StoredTensor
+from jspec.config.checks import check_int, check_number
+from jspec.config.speculative import SpeculativeConfig
+from jspec.config.speculative_keys import KEYS
+from jspec.config.speculative_parse import parse_speculative
+from jspec.heads.config import HeadConfig
+from jspec.text.tokenizer_files import gguf_tokenizer, load_tokenizer
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 8192}

@@ -18,13 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_weights import CONFIG, LLAMA, random_tensors, save
 
-from jspec import heads, hub, torch_file, weights
-from jspec.checks import inside, read_json
-from jspec.gguf import gguf_config, read_gguf
-from jspec.hf_config import model_config_from_hf
-from jspec.suffix_store import SuffixStore
-from jspec.tokenizer_files import gguf_tokenizer, load_tokenizer
-from jspec.weights import WeightsError, load_params, safetensors_source
+from jspec.checkpoints import hub, load_head, torch_file, weights
+from jspec.checkpoints.gguf import gguf_config, read_gguf
+from jspec.checkpoints.hf_config import model_config_from_hf
+from jspec.checkpoints.weights import WeightsError, load_params, safetensors_source
+from jspec.config.checks import inside, read_json
+from jspec.drafters.suffix_store import SuffixStore
+from jspec.text.tokenizer_files import gguf_tokenizer, load_tokenizer
 
 # ------------------------------------------------------------------ safetensors
 
@@ -132,7 +132,7 @@ def test_of_a_heads_tensor_in_two_files_the_index_decides(tmp_path):
   for i, file in enumerate(("a.safetensors", "b.safetensors")):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(
         {"weight_map": {"0.0.linear.weight": file}}))
-    tensors = heads.read_head_files(tmp_path).tensors
+    tensors = load_head.read_head_files(tmp_path).tensors
     np.testing.assert_array_equal(tensors["0.0.linear.weight"].read(), np.full((2, 2), i))
 
 
@@ -338,7 +338,7 @@ def test_pointers_and_web_pages_are_called_by_their_name(content, message, tmp_p
     with pytest.raises(ValueError, match=f"{name}.*{message}"):
       read()
   with pytest.raises(ValueError, match=message):
-    heads.read_head_files(files["model.safetensors"])
+    load_head.read_head_files(files["model.safetensors"])
 
 
 def test_what_is_not_damaged_is_loaded(tmp_path):

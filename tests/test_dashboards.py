@@ -14,7 +14,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from jspec import EngineStats, SpeculativeStats
-from jspec.metrics import metrics_of
+from jspec.engine.metrics import metrics_of
 from serving.metrics import Metrics
 
 DEPLOY = pathlib.Path(__file__).parent.parent / "serving/deploy"

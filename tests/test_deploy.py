@@ -14,7 +14,7 @@ import hcl2
 import pytest
 import yaml
 
-from jspec import cli
+from jspec.cli import main
 from serving import command
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -26,7 +26,7 @@ LABEL = "app.kubernetes.io/name"
 
 def served(flags: list[str]):
   """What `jspec serve` makes of them; flags that it doesn't have, or contradictions, fail."""
-  arguments = cli.build_parser().parse_args(["serve", *flags])
+  arguments = main.build_parser().parse_args(["serve", *flags])
   command.loader(arguments)
   return arguments
 

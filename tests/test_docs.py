@@ -18,8 +18,8 @@ import pytest
 import tiny_llm
 
 import jspec
-from jspec import cli
-from jspec.spec_parse import parse_speculative
+from jspec.cli import main
+from jspec.config.speculative_parse import parse_speculative
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md",
@@ -79,7 +79,7 @@ def parse(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert targets is not None and words[1] in targets[1].split(), f"no target: {command}"
   elif words[0] == "jspec":
     with pytest.raises(Parsed):
-      code = cli.main(words[1:])
+      code = main.main(words[1:])
       pytest.fail(f"exit code {code}: {command}")
   elif words[:2] == ["python", "-m"] and words[2] != "pip":
     monkeypatch.setattr(sys, "argv", words[2:])

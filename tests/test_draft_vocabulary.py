@@ -11,9 +11,11 @@ import pytest
 import tiny
 from tiny_llm import NAME, OPTIONS, byte_tokenizer, greedy, tiny_llm, tiny_model
 
-from jspec import cache, hub, model, tree
+from jspec.checkpoints import hub
 from jspec.drafters.draft_model import draft_model
 from jspec.llm import LLM
+from jspec.model import cache, transformer
+from jspec.model.rows import chain_mask, pack
 from jspec.types import Committed
 
 B, KNOWN, TEXT = 16, 9, [3, 1, 4, 1, 5]
@@ -22,7 +24,7 @@ B, KNOWN, TEXT = 16, 9, [3, 1, 4, 1, 5]
 def draft_params(rows: int):
   """Of so many rows; those from KNOWN on are much the likeliest, whatever the text."""
   params = tiny.params_of(dataclasses.replace(tiny.DRAFT, vocab_size=20), 3, 1.5)
-  params = model.with_vocab_size(params, rows)
+  params = transformer.with_vocab_size(params, rows)
   w = params["head"]["w"].at[:, KNOWN:].multiply(1000.0)
   return {**params, "head": {"w": w}}
 
@@ -30,7 +32,7 @@ def draft_params(rows: int):
 def proposed(rows: int, widths, sampled: bool):
   """Trees for slots with one text, by a draft model of `rows` rows for tiny.TARGET's 12."""
   drafter = draft_model(tiny.DRAFT, widths, tiny.PAGE, jnp.float32, sampled, num_tokens=KNOWN)
-  params = model.with_vocab_size(draft_params(rows), tiny.VOCAB)
+  params = transformer.with_vocab_size(draft_params(rows), tiny.VOCAB)
   table, num_pages = tiny.page_table(B, drafter.lookahead, tiny.MAX_LEN)
   slots = lambda length: tiny.slots_of(table, [length] * B, temperature=1.3)
   token = jnp.tile(jnp.array(TEXT), (B, 1))
@@ -49,12 +51,12 @@ def law_after(rows: int, drafted, temperature: float):
   config = dataclasses.replace(tiny.DRAFT, vocab_size=rows)
   token = jnp.array([[*TEXT, 2, *drafted]])
   n = token.shape[1]
-  hidden, _, _ = model.forward(
-      draft_params(rows), config, token, tree.chain_mask(1, n),
-      tree.pack(jnp.ones((1, n), bool), n),
+  hidden, _, _ = transformer.forward(
+      draft_params(rows), config, token, chain_mask(1, n),
+      pack(jnp.ones((1, n), bool), n),
       cache.init_pages(config, 1, n, jnp.float32), jnp.zeros((1, 1), jnp.int32),
       jnp.zeros(1, jnp.int32))
-  x = np.array(model.logits(draft_params(rows), config, hidden)[-1, :KNOWN], np.float64)
+  x = np.array(transformer.logits(draft_params(rows), config, hidden)[-1, :KNOWN], np.float64)
   p = np.exp((x - x.max()) / temperature)
   return p / p.sum()
 
@@ -88,7 +90,7 @@ def test_padded_models_of_one_tokenizer_draft_for_each_other(monkeypatch, of_tar
   own = tiny_model()
   padded = lambda rows, name: own._replace(
       config=dataclasses.replace(own.config, vocab_size=rows), name=name,
-      params=model.with_vocab_size(own.params, rows), tokenizer=byte_tokenizer())
+      params=transformer.with_vocab_size(own.params, rows), tokenizer=byte_tokenizer())
   monkeypatch.setattr(hub, "load_model", lambda name, **options: padded(of_draft, name))
   llm = LLM(padded(of_target, NAME), progress=False, **OPTIONS,
             speculative_config={"method": "draft_model", "model": "org/draft",

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import drafting, sampling
+from jspec.drafters import draft_laws
+from jspec.speculation import sampling
 
 _inverse_cdf = jax.jit(sampling.inverse_cdf)
 
@@ -76,8 +77,8 @@ def test_truncated_rows_of_large_vocabularies_give_no_truncated_token(vocab, u):
 def test_a_drafts_law_is_the_argmax_at_tiny_temperatures_and_never_nan(temperature):
   """Logits over the temperature overflow: drafts were then drawn from a law of NaN."""
   logits = jnp.array([[[30.0, -5.0, 80.0, 79.0]]])
-  law = drafting.draft_law(logits, jnp.array([temperature]))
+  law = draft_laws.draft_law(logits, jnp.array([temperature]))
   np.testing.assert_array_equal(law[0, 0], [0, 0, 1, 0])
-  tokens, laws = drafting.siblings(logits, jnp.array([temperature]), jnp.full((1, 1, 4), 0.7))
+  tokens, laws = draft_laws.siblings(logits, jnp.array([temperature]), jnp.full((1, 1, 4), 0.7))
   assert tokens.tolist() == [[[2, 3, 0, 1]]]
   np.testing.assert_array_equal(laws[0, 0], np.eye(4)[[2, 3, 0, 1]])

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import tiny
 
-from jspec import tree
 from jspec.drafters import eagle
-from jspec.head_config import EagleConfig, MedusaConfig
+from jspec.heads.config import EagleConfig, MedusaConfig
+from jspec.speculation import tree
 from jspec.types import NO_PARENT, Committed, Slots
 
 V, B, T = tiny.VOCAB, 4, 8

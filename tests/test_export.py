@@ -34,14 +34,16 @@ from export_cases import (
   tensors_of,
 )
 
-from jspec import cli, heads, hub, medusa_choices, tree
-from jspec.config import ModelConfig
+from jspec.checkpoints import hub, load_head
+from jspec.cli import main
+from jspec.config import ModelConfig, draft_trees
 from jspec.drafters.draft_model import draft_model
 from jspec.drafters.eagle import eagle, with_lm_head
 from jspec.drafters.medusa import medusa
 from jspec.drafters.mlp_speculator import mlp_speculator
-from jspec.head_config import EagleConfig
-from jspec.head_init import init_head
+from jspec.heads.config import EagleConfig
+from jspec.heads.init import init_head
+from jspec.speculation import tree
 from jspec.types import Committed
 from training.export import export, quantise_rows, without_copies
 from training.export_formats import STYLES
@@ -60,8 +62,8 @@ def test_a_head_comes_back_as_it_was(name, dtype, tmp_path):
   config, style = HEADS[name]
   params = head_of(config)
   folder = export(tmp_path / "head", config, params, TARGET, NAME, style, dtype)
-  read, tree_read = heads.load_head(folder, TARGET)
-  assert read == config and heads.detect_method(folder) == config.method
+  read, tree_read = load_head.load_head(folder, TARGET)
+  assert read == config and load_head.detect_method(folder) == config.method
   assert_same(tree_read, params, BF16 if dtype == "bfloat16" else F32)
   again = export(tmp_path / "again", read, tree_read, TARGET, NAME, style, dtype)
   for file in folder.iterdir():
@@ -83,7 +85,7 @@ def test_int8_rows_are_off_by_half_a_step_and_export_to_the_same_bytes(name, tmp
   config = HEADS[name][0]
   params = head_of(config)
   folder = export(tmp_path / "head", config, params, TARGET, NAME, "compact", "int8")
-  read, loaded = heads.load_head(folder, TARGET)
+  read, loaded = load_head.load_head(folder, TARGET)
   assert read == config
   kinds = {name: array.dtype for name, array in tensors_of(folder).items()}
   assert kinds["fc.weight"] == np.int8 and kinds["fc.weight_scale"] == F32
@@ -153,7 +155,7 @@ FREE_KEYS = {"architectures", "base_model_name_or_path", "medusa_num_heads", "ma
 @pytest.mark.parametrize("name", WRITTEN)
 def test_names_shapes_and_keys_are_the_formats(name, tmp_path):
   checkpoint, left_out = WRITTEN[name]
-  config, params = heads.load_head(hc.write(checkpoint, tmp_path / "given"), TARGET)
+  config, params = load_head.load_head(hc.write(checkpoint, tmp_path / "given"), TARGET)
   folder = export(tmp_path / "head", config, params, TARGET, NAME, name.split()[0], "float32")
   written = tensors_of(folder)
   assert set(written) == set(checkpoint.tensors) - set(left_out)
@@ -208,7 +210,7 @@ def test_a_bias_of_eagles_fc_is_kept(tmp_path):
   params["fc"]["b"] = jnp.arange(hc.E, dtype=jnp.float32)
   folder = export(tmp_path / "head", EAGLE, params, TARGET, NAME, dtype="float32")
   assert config_of(folder)["bias"] is True
-  assert_same(heads.load_head(folder, TARGET)[1], params)
+  assert_same(load_head.load_head(folder, TARGET)[1], params)
 
 
 def test_what_has_no_effect_on_a_head_is_left_to_the_reader(tmp_path):
@@ -216,7 +218,7 @@ def test_what_has_no_effect_on_a_head_is_left_to_the_reader(tmp_path):
   config = dataclasses.replace(EAGLE, layer=layer, num_taps=3)
   params = head_of(EAGLE)
   folder = export(tmp_path / "head", config, params, TARGET, NAME, dtype="float32")
-  read, loaded = heads.load_head(folder, TARGET)
+  read, loaded = load_head.load_head(folder, TARGET)
   assert read == EAGLE
   assert_same(loaded, params)
   plain = dataclasses.replace(MLP, top_k_tokens_per_head=())
@@ -228,7 +230,7 @@ def test_what_has_no_effect_on_a_head_is_left_to_the_reader(tmp_path):
 
 
 def chain(num_draft: int):
-  return tree.shape_of(medusa_choices.of_widths((1,) * num_draft))
+  return tree.shape_of(draft_trees.of_widths((1,) * num_draft))
 
 
 DRAFTERS = {
@@ -263,7 +265,7 @@ def proposals(drafter, width: int):
 def test_an_exported_head_drafts_the_same_tokens(name, tmp_path):
   config, style = HEADS[name]
   folder = export(tmp_path / "head", config, head_of(config), TARGET, NAME, style, "float32")
-  read, loaded = heads.load_head(folder, TARGET)
+  read, loaded = load_head.load_head(folder, TARGET)
   taps = config.num_taps if isinstance(config, EagleConfig) else 1
   propose = proposals(DRAFTERS[name](read), taps * hc.E)
   drafts, expected, others = (np.asarray(propose({"head": head, "target": TARGET_PARAMS}))
@@ -290,7 +292,7 @@ def test_a_draft_model_comes_back_as_a_model_folder(config, dtype, tokenizer_fol
   params = model_of(config)
   folder = export(tmp_path / "draft", config, params, TARGET, NAME, None, dtype,
                   tokenizer=tokenizer_folder)
-  assert heads.detect_method(folder) is None
+  assert load_head.detect_method(folder) is None
   loaded = hub.load_model(folder)
   assert loaded.config == config and loaded.tokenizer.eos_ids == (tiny_llm.EOS,)
   if config is GEMMA3:  # the file has the scale less 1, which rounds
@@ -321,7 +323,7 @@ def test_inspect_says_what_an_export_is_and_that_it_fits(tokenizer_folder, tmp_p
     config, style = HEADS[name]
     dtype = "int8" if style == "compact" else "bfloat16"
     folder = export(tmp_path / name, config, head_of(config), TARGET, NAME, style, dtype)
-    assert cli.main(["models", "inspect", str(folder), "--target", str(target), "--json"]) == 0
+    assert main.main(["models", "inspect", str(folder), "--target", str(target), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["kind"], report["method"], report["fits"]) == ("head", config.method, True)
     assert report["parameters"] == sum(
@@ -340,7 +342,7 @@ def test_rows_of_the_targets_lm_head_are_not_stored_and_draft_the_same(tmp_path)
   assert lean == dataclasses.replace(EAGLE3, has_head=False) and "head" not in rest
   folder = export(tmp_path / "head", lean, rest, TARGET, NAME, "compact", "float32")
   assert "lm_head.weight" not in tensors_of(folder)
-  config, read = heads.load_head(folder, TARGET)
+  config, read = load_head.load_head(folder, TARGET)
   assert not config.has_head
   config, read = with_lm_head(config, read, TARGET_PARAMS)
   assert config.has_head

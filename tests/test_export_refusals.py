@@ -26,7 +26,7 @@ from export_cases import (
   tensors_of,
 )
 
-from jspec import heads
+from jspec.checkpoints import load_head
 from training.export import export
 
 
@@ -106,7 +106,7 @@ def test_scales_that_do_not_fit_their_int8_rows_are_refused(tmp_path):
   def refuse(words, changed):
     safetensors.numpy.save_file(changed, file)
     with pytest.raises(ValueError, match=words):
-      heads.load_head(folder, TARGET)
+      load_head.load_head(folder, TARGET)
 
   scale = tensors["fc.weight_scale"]
   refuse(r"fc.weight_scale has shape \(15,\) and dtype float32, fc.weight needs \(16,\)",
@@ -126,7 +126,7 @@ def test_a_folder_that_holds_something_is_kept_unless_it_may_be_overwritten(tmp_
   export(folder, EAGLE3, params, TARGET, NAME)  # an empty one will do
   with pytest.raises(ValueError, match="is not empty: choose another folder"):
     export(folder, MLP, head_of(MLP), TARGET, NAME)
-  assert heads.detect_method(folder) == "eagle3"
+  assert load_head.detect_method(folder) == "eagle3"
   export(folder, MEDUSA, head_of(MEDUSA), TARGET, NAME, overwrite=True)
   assert {file.name for file in folder.iterdir()} == {"config.json", "medusa_lm_head.safetensors"}
   (folder / "config.json").unlink()
@@ -162,4 +162,4 @@ def test_an_export_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
   with pytest.raises(OSError, match="cannot rename"):
     export(folder, EAGLE3, head_of(EAGLE3, 5), TARGET, NAME, overwrite=True)
   monkeypatch.undo()
-  assert_same(heads.load_head(folder, TARGET)[1], params, BF16)
+  assert_same(load_head.load_head(folder, TARGET)[1], params, BF16)

@@ -10,16 +10,17 @@ import jax
 import pytest
 from tiny_llm import byte_tokenizer, greedy, is_idle, tiny_llm, tiny_model
 
-from jspec import AsyncLLM, EngineDead, RequestFailed, SamplingParams, terminal
-from jspec import engine as engine_module
-from jspec import request as request_module
+from jspec import AsyncLLM, EngineDead, RequestFailed, SamplingParams
 from jspec.bench.runner import llm_engine
-from jspec.device import Device
-from jspec.limits import check_tokenizer
+from jspec.cli import terminal
+from jspec.engine import loop as engine_module
+from jspec.engine import request as request_module
+from jspec.engine.limits import check_tokenizer
+from jspec.engine.programs import Device
+from jspec.engine.request import Group, Request
+from jspec.engine.scheduler import Scheduler
+from jspec.engine.slot_sampling import row_inputs
 from jspec.llm import LLM
-from jspec.request import Group, Request
-from jspec.scheduler import Scheduler
-from jspec.slot_sampling import row_inputs
 
 SEED = 77  # of the request that fails: by it its calls are known
 FAILING = SamplingParams(temperature=0.0, seed=SEED, logprobs=7, max_tokens=24,

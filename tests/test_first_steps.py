@@ -18,8 +18,10 @@ import huggingface_hub
 import jax
 import pytest
 
-from jspec import endings, hub, placement
 from jspec.bench import report
+from jspec.checkpoints import hub
+from jspec.cli import endings
+from jspec.engine import placement
 from serving import server
 
 ROOT = pathlib.Path(__file__).parent.parent

@@ -7,7 +7,8 @@ import argparse
 import pytest
 from tiny_llm import tiny_model
 
-from jspec import cli, flags
+from jspec.cli import flags as cli_flags
+from jspec.cli import main, parser
 from jspec.llm import LLM
 from serving import server
 
@@ -48,7 +49,7 @@ VLLM_FLAGS = """
 
 
 def parse(*words: str) -> argparse.Namespace:
-  return cli.build_parser().parse_args(words)
+  return main.build_parser().parse_args(words)
 
 
 def test_underscores_are_dashes_in_names_and_stay_in_values():
@@ -71,7 +72,7 @@ def test_keys_of_a_json_flag_may_come_one_by_one():
                 "--speculative-config.num_speculative_tokens=4", "--logit_bias.7", "-1.5")
   assert given.speculative_config == {"method": "ngram", "num_speculative_tokens": 4}
   assert given.logit_bias == {"7": -1.5} and given.max_tokens == 3
-  assert flags.spelled(["--a.b.c", "x", "--a.b.d=[1]", "--", "--a.b"]) == [
+  assert parser.spelled(["--a.b.c", "x", "--a.b.d=[1]", "--", "--a.b"]) == [
       "--a", '{"b": {"c": "x", "d": [1]}}', "--", "--a.b"]
   with pytest.raises(ValueError, match="--speculative-config is given whole and by its keys"):
     parse("generate", "hi", "--speculative-config", "{}", "--speculative-config.a", "1")
@@ -105,10 +106,10 @@ def test_unknown_flags_and_vllms_are_refused_in_one_sentence():
 
 def test_flags_that_change_nothing_pass_with_one_note(monkeypatch, capsys):
   """Those at their defaults without a word. A switch leaves the next word alone."""
-  monkeypatch.setattr(cli, "load_llm", lambda model, **given: {"model": model, **given})
+  monkeypatch.setattr(cli_flags, "load_llm", lambda model, **given: {"model": model, **given})
   seen = []
   monkeypatch.setattr(server, "run", lambda load, settings: seen.append(load()) or 0)
-  assert cli.main(["serve", "--enforce-eager", "org/model", "-O3", "--enable-chunked-prefill",
+  assert main.main(["serve", "--enforce-eager", "org/model", "-O3", "--enable-chunked-prefill",
                    "--load-format", "auto", "--gpu_memory_utilization=0.9", "--trust-remote-code",
                    "--no-enable-expert-parallel", "--cpu-offload-gb", "0"]) == 0
   assert seen == [{"model": "org/model", "speculative_config": {"method": "ngram"}}]
@@ -133,19 +134,20 @@ def test_no_flag_of_vllms_is_unknown_to_serve():
   ("4096", 4096), ("4k", 4000), ("4K", 4096), ("1.5k", 1500), ("25.6k", 25600), ("2M", 2097152),
   ("0.5m", 500000), (" 7 ", 7), ("-3", -3), ("1g", 10**9), ("1T", 2**40)])
 def test_whole_numbers_read_as_vllms(text, number):
-  assert flags.whole_number(text) == number
+  assert parser.whole_number(text) == number
 
 
 @pytest.mark.parametrize("text", ["", "k", "1.5", "1.5K", "4kb", "0x10", "1.2345k", "one", "1e3"])
 def test_what_is_no_whole_number_is_refused(text):
   with pytest.raises(argparse.ArgumentTypeError):
-    flags.whole_number(text)
+    parser.whole_number(text)
 
 
 @pytest.mark.parametrize("text, given", [("auto", "auto"), ("AUTO", "auto"), ("-1", "auto"),
                                          ("4K", 4096), ("4k", 4000)])
 def test_the_length_may_be_the_models(text, given):
-  assert cli.engine_arguments(parse("serve", "--max-model-len", text)) == {"max_model_len": given}
+  arguments = parse("serve", "--max-model-len", text)
+  assert cli_flags.engine_arguments(arguments) == {"max_model_len": given}
 
 
 @pytest.mark.parametrize("given", ["auto", None, -1])

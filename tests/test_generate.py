@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from tiny_llm import NAME, byte_tokenizer, tiny_model
 
+from jspec.engine.request import Request
 from jspec.llm import LLM
-from jspec.request import Request
 from jspec.sampling_params import SamplingParams
 from training import generate as module
 from training.conversations import Conversation

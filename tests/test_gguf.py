@@ -10,7 +10,7 @@ import pytest
 import safetensors.numpy
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from jspec.gguf import (
+from jspec.checkpoints.gguf import (
   SUPPORTED_QUANTISATIONS,
   gguf_config,
   gguf_names,
@@ -19,8 +19,8 @@ from jspec.gguf import (
   read_gguf,
   read_tensor,
 )
-from jspec.hf_config import hf_config_from_model, model_config_from_hf
-from jspec.weights import WeightsError, checkpoint_shapes, hf_names, load_params
+from jspec.checkpoints.hf_config import hf_config_from_model, model_config_from_hf
+from jspec.checkpoints.weights import WeightsError, checkpoint_shapes, hf_names, load_params
 
 WIDTH, HEADS, KV_HEADS, VOCAB = 32, 4, 2, 48
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jspec.goodput import PAUSES, RECHECK, TRIAL, Goodput, Loop
+from jspec.engine.goodput import PAUSES, RECHECK, TRIAL, Goodput, Loop
 
 ROWS = np.array([2, 4, 8])
 FIXED, PER_TOKEN = np.array([1.0, 1.5, 3.0]), np.array([0.0, 0.001, 0.002])

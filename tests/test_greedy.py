@@ -11,9 +11,12 @@ import pytest
 import tiny
 import tiny_llm
 
-from jspec import attention, cache, model, sampling, step, tree
 from jspec.config import ModelConfig
+from jspec.model import attention, cache, transformer
+from jspec.model.params import init_params
+from jspec.model.rows import chain_mask, pack
 from jspec.pallas import paged_attention_tpu
+from jspec.speculation import sampling, step
 
 B, LENGTH = 64, 40  # texts of 2 to 21 + 40 tokens: every residue of the page size
 SPECULATING = [name for name in tiny.CASES if tiny.CASES[name](tiny.TARGET)[0].max_depth]
@@ -167,16 +170,16 @@ def test_multi_step_is_as_many_steps(name="ngram"):
 def test_bitwise_logits_do_not_depend_on_the_width(dtype):
   """Verification of N tokens of B slots gives the bits of decoding them one by one, alone."""
   config = ModelConfig("tiny", 320, 96, 2, 6, 2, 16, 224, 64)
-  params = model.init_params(jax.random.key(1), config, jnp.dtype(dtype))
+  params = init_params(jax.random.key(1), config, jnp.dtype(dtype))
   token = jax.random.randint(jax.random.key(2), (3, 24), 0, 320)
 
   @functools.partial(jax.jit, static_argnums=0, compiler_options=tiny_llm.AS_SHIPPED)
   def forward(n, token, pages, table, length):
     b = token.shape[0]
-    hidden, _, pages = model.forward(
-        params, config, token, tree.chain_mask(b, n), tree.pack(jnp.ones((b, n), bool), b * n),
+    hidden, _, pages = transformer.forward(
+        params, config, token, chain_mask(b, n), pack(jnp.ones((b, n), bool), b * n),
         pages, table, length, bitwise=True)
-    return model.logits(params, config, hidden, True).reshape(b, n, -1), pages
+    return transformer.logits(params, config, hidden, True).reshape(b, n, -1), pages
 
   def decode(slots, n):
     pages = cache.init_pages(config, 9, 8, jnp.dtype(dtype))

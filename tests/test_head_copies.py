@@ -11,9 +11,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jspec import heads
-from jspec.model import init_params
-from jspec.weights import WeightsError
+from jspec.checkpoints import load_head
+from jspec.checkpoints.weights import WeightsError
+from jspec.model.params import init_params
 
 TARGET = init_params(jax.random.key(0), hc.TARGET)
 OF_TARGET = {"embed_tokens.weight": np.asarray(TARGET["embed"]),
@@ -25,7 +25,7 @@ def loaded(tmp_path, **changes):
   """An EAGLE-1 head with copies of all three, some of them changed, beside that target."""
   checkpoint = hc.eagle()
   checkpoint.tensors |= OF_TARGET | changes
-  return heads.load_head(hc.write(checkpoint, tmp_path), hc.TARGET, target_params=TARGET)
+  return load_head.load_head(hc.write(checkpoint, tmp_path), hc.TARGET, target_params=TARGET)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
@@ -38,7 +38,7 @@ def test_copies_are_told_by_their_numbers_whatever_their_precision(dtype, tmp_pa
 @pytest.mark.parametrize("row", [0, hc.V - 1])
 def test_an_lm_head_of_its_own_is_used(row, tmp_path, caplog, monkeypatch):
   """One number differs: then none of it is the target's. Looked at seven rows at a time."""
-  monkeypatch.setattr(heads, "_ROWS_AT_ONCE", 7)
+  monkeypatch.setattr(load_head, "_ROWS_AT_ONCE", 7)
   own = OF_TARGET["lm_head.weight"].copy()
   own[row, 3] += 0.25
   config, params = loaded(tmp_path, **{"lm_head.weight": own})
@@ -61,7 +61,7 @@ def test_the_embedding_is_the_lm_head_of_tied_targets(tmp_path, caplog):
   checkpoint = hc.eagle()
   checkpoint.tensors |= {"lm_head.weight": OF_TARGET["embed_tokens.weight"],
                          "embed_tokens.weight": OF_TARGET["embed_tokens.weight"]}
-  config, _ = heads.load_head(hc.write(checkpoint, tmp_path), hc.TARGET, target_params=tied)
+  config, _ = load_head.load_head(hc.write(checkpoint, tmp_path), hc.TARGET, target_params=tied)
   assert config == checkpoint.head and "lm_head.weight skipped" in caplog.text
 
 
@@ -69,11 +69,11 @@ def test_the_embedding_is_the_lm_head_of_tied_targets(tmp_path, caplog):
 def test_a_copy_of_the_targets_lm_head_is_skipped_with_a_note(prefix, tmp_path, caplog):
   checkpoint = hc.eagle(prefix=prefix)
   (tmp_path / "bare").mkdir(), (tmp_path / "copy").mkdir()
-  config, params = heads.load_head(hc.write(checkpoint, tmp_path / "bare"), hc.TARGET)
+  config, params = load_head.load_head(hc.write(checkpoint, tmp_path / "bare"), hc.TARGET)
   assert not caplog.records
   checkpoint.new("lm_head.weight", hc.V, hc.E)
   with caplog.at_level(logging.WARNING, "jspec"):
-    found = heads.load_head(hc.write(checkpoint, tmp_path / "copy"), hc.TARGET)
+    found = load_head.load_head(hc.write(checkpoint, tmp_path / "copy"), hc.TARGET)
   assert found[0] == config and jax.tree.structure(found[1]) == jax.tree.structure(params)
   jax.tree.map(np.testing.assert_array_equal, found[1], params)
   assert [r.getMessage() for r in caplog.records] == [
@@ -86,4 +86,4 @@ def test_what_cannot_be_a_copy_is_refused(tmp_path):
   checkpoint.new("lm_head.weight", hc.V - 1, hc.E)
   with pytest.raises(WeightsError, match=r"lm_head.weight has shape \(39, 16\), a copy of the "
                      r"target's has \(40, 16\)"):
-    heads.load_head(hc.write(checkpoint, tmp_path), hc.TARGET)
+    load_head.load_head(hc.write(checkpoint, tmp_path), hc.TARGET)

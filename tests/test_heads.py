@@ -11,7 +11,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jspec import head_files, heads, hub
+from jspec.checkpoints import head_files, hub, load_head
+from jspec.model.params import on_device
 
 BF16, F16, F32 = ml_dtypes.bfloat16, np.float16, np.float32
 CHECKPOINTS = {
@@ -57,7 +58,7 @@ CHECKPOINTS = {
 
 def load(checkpoint, folder, file="model.safetensors", **keywords):
   target = keywords.pop("target", hc.TARGET)
-  return heads.load_head(hc.write(checkpoint, folder, file), target, **keywords)
+  return load_head.load_head(hc.write(checkpoint, folder, file), target, **keywords)
 
 
 def refused(checkpoint, folder, **keywords) -> str:
@@ -94,7 +95,7 @@ def test_every_leaf_is_the_written_tensor(name, file, tmp_path):
   config, params = load(checkpoint, tmp_path, file)
   assert config == checkpoint.head
   assert_tree(params, checkpoint.tree)
-  assert heads.detect_method(tmp_path) == config.method == checkpoint.method
+  assert load_head.detect_method(tmp_path) == config.method == checkpoint.method
 
 
 @pytest.mark.parametrize("name", ["medusa", "mlp", "eagle3", "speculators-fc-norm"])
@@ -102,7 +103,7 @@ def test_matrices_take_the_dtype_asked_for_and_norms_stay_float32(name, tmp_path
   params = load(CHECKPOINTS[name], tmp_path, dtype="bfloat16")[1]
   assert_tree(params, CHECKPOINTS[name].tree, BF16)
   with pytest.raises(ValueError, match="dtype='int8' is not one of"):
-    heads.load_head(tmp_path, hc.TARGET, dtype="int8")
+    load_head.load_head(tmp_path, hc.TARGET, dtype="int8")
 
 
 def test_tied_leaves_are_one_array_and_each_is_put_once(tmp_path):
@@ -110,7 +111,7 @@ def test_tied_leaves_are_one_array_and_each_is_put_once(tmp_path):
 
   def put(path, array):
     placed.append(path)
-    return heads.on_device(path, array)
+    return on_device(path, array)
 
   stages = load(CHECKPOINTS["mlp-tied-copies"], tmp_path / "mlp", put=put)[1]["stages"]
   assert all(stage["emb"] is stages[0]["emb"] for stage in stages)
@@ -124,7 +125,7 @@ def test_tied_leaves_are_one_array_and_each_is_put_once(tmp_path):
 def test_medusa_heads_lie_in_a_file_of_their_own(file, tmp_path):
   checkpoint = dataclasses.replace(CHECKPOINTS["medusa"], config=None)  # which they may lack
   assert_tree(load(checkpoint, tmp_path, file)[1], checkpoint.tree)
-  assert_tree(heads.load_head(tmp_path / file, hc.TARGET)[1], checkpoint.tree)
+  assert_tree(load_head.load_head(tmp_path / file, hc.TARGET)[1], checkpoint.tree)
 
 
 def test_the_heads_own_file_goes_before_the_model_beside_it(tmp_path):
@@ -141,7 +142,7 @@ def test_tensors_may_be_spread_over_files(tmp_path):
     hc.write(part, tmp_path / "bin", f"pytorch_model-0000{i + 1}-of-00002.bin")
     hc.write(part, tmp_path / "st", f"model-0000{i + 1}-of-00002.safetensors")
   for folder in ("bin", "st"):
-    assert_tree(heads.load_head(tmp_path / folder, hc.TARGET)[1], c.tree)
+    assert_tree(load_head.load_head(tmp_path / folder, hc.TARGET)[1], c.tree)
 
 
 def test_repo_ids_fetch_torch_files_only_where_there_are_no_others(tmp_path, monkeypatch):
@@ -153,14 +154,14 @@ def test_repo_ids_fetch_torch_files_only_where_there_are_no_others(tmp_path, mon
 
   monkeypatch.setattr(hub, "_hugging_face", fetch)
   hc.write(CHECKPOINTS["eagle"], tmp_path, "pytorch_model.bin")
-  assert heads.detect_method("org/name") == "eagle"
+  assert load_head.detect_method("org/name") == "eagle"
   assert len(asked) == 2 and "pytorch_model*.bin" in asked[1] and "*.pt" in asked[1]
   hc.write(CHECKPOINTS["eagle"], tmp_path)
-  assert heads.detect_method("org/name") == "eagle" and len(asked) == 3
+  assert load_head.detect_method("org/name") == "eagle" and len(asked) == 3
   assert hub.read_model_config("org/name").width == hc.E and asked[3:] == [["config.json"]]
-  assert heads.detect_method("no-such-folder") is None  # for whoever loads it to refuse
+  assert load_head.detect_method("no-such-folder") is None  # for whoever loads it to refuse
   with pytest.raises(ValueError, match="checkpoint 'no-such-folder' is unknown: give a folder"):
-    heads.load_head("no-such-folder", hc.TARGET, method="eagle")
+    load_head.load_head("no-such-folder", hc.TARGET, method="eagle")
 
 
 # ------------------------------------------------------------ what a checkpoint is
@@ -185,16 +186,16 @@ def test_other_methods_heads_are_refused_by_name(tensor, config, kind, tmp_path)
   assert f"holds a {kind} head, which jspec doesn't run: methods are" in refused(
     checkpoint, tmp_path)
   with pytest.raises(ValueError, match=f"holds a {kind} head"):
-    heads.detect_method(tmp_path)
+    load_head.detect_method(tmp_path)
 
 
 def test_plain_models_are_no_heads(tmp_path):
   plain = hc.Checkpoint("", hc.llama_config(), {"model.embed_tokens.weight": np.ones((4, 2), F32),
                                           "model.norm.weight": np.ones(2, F32)}, None, {})
   assert "is not a drafting head that jspec knows: methods are medusa" in refused(plain, tmp_path)
-  assert heads.detect_method(tmp_path) is None
-  assert heads.detect_method("smollm2-135m-instruct") is None
-  assert heads.detect_method("some/model.gguf") is None
+  assert load_head.detect_method(tmp_path) is None
+  assert load_head.detect_method("smollm2-135m-instruct") is None
+  assert load_head.detect_method("some/model.gguf") is None
 
 
 @pytest.mark.parametrize("name", ["medusa", "mlp", "eagle", "eagle3", "speculators"])
@@ -227,12 +228,12 @@ def test_every_missing_tensor_is_named(name, tmp_path):
   for missing in set(c.tensors) - optional - {"t2d"}:
     tensors = {key: value for key, value in files.tensors.items() if key != missing}
     if name == "mlp-tied-copies" and missing != "proj.0.weight":  # any copy will do
-      heads.open_head(files._replace(tensors=tensors), hc.TARGET)
+      load_head.open_head(files._replace(tensors=tensors), hc.TARGET)
       continue
     bare = missing.removeprefix("model.").removeprefix("speculator.").replace(
       "midlayer", "layers.0").removeprefix("medusa_head.").removeprefix("medusa_heads.")
     with pytest.raises(ValueError, match=f"tensor {bare}"):
-      heads.open_head(files._replace(tensors=tensors), hc.TARGET, c.method)
+      load_head.open_head(files._replace(tensors=tensors), hc.TARGET, c.method)
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
@@ -249,7 +250,7 @@ def test_every_misshapen_and_every_unknown_tensor_is_named(name, tmp_path):
     tensor = files.tensors[wrong]
     shape = (*tensor.shape[:-1], tensor.shape[-1] + 1)
     with pytest.raises(ValueError) as error:
-      heads.open_head(files._replace(tensors={**files.tensors, wrong: tensor._replace(
+      load_head.open_head(files._replace(tensors={**files.tensors, wrong: tensor._replace(
         shape=shape)}), hc.TARGET)
     if not wrong.endswith("0.0.linear.weight"):  # this one's says how wide Medusa heads are
       assert str(shape) in str(error.value) and str(tensor.shape) in str(error.value)
@@ -257,7 +258,7 @@ def test_every_misshapen_and_every_unknown_tensor_is_named(name, tmp_path):
     return  # the rest is the model's
   surprise = {**files.tensors, "surprise.weight": next(iter(files.tensors.values()))}
   with pytest.raises(ValueError, match="has no tensor surprise.weight"):
-    heads.open_head(files._replace(tensors=surprise), hc.TARGET)
+    load_head.open_head(files._replace(tensors=surprise), hc.TARGET)
 
 
 def test_harmless_extras_are_allowed(tmp_path):
@@ -368,21 +369,21 @@ def test_damaged_and_absent_files_are_refused(tmp_path):
   hc.write(CHECKPOINTS["eagle3"], tmp_path)
   (tmp_path / "config.json").write_text("{")
   with pytest.raises(ValueError, match="config.json is damaged"):
-    heads.load_head(tmp_path, hc.TARGET)
+    load_head.load_head(tmp_path, hc.TARGET)
   (tmp_path / "config.json").write_text(json.dumps(CHECKPOINTS["eagle3"].config))
   file = tmp_path / "model.safetensors"
   file.write_bytes(file.read_bytes()[:-8])
   with pytest.raises(ValueError, match="model.safetensors is truncated or not safetensors"):
-    heads.load_head(tmp_path, hc.TARGET)
+    load_head.load_head(tmp_path, hc.TARGET)
   file.unlink()
   with pytest.raises(ValueError, match="has no .safetensors, pytorch_model.bin or .pt file"):
-    heads.load_head(tmp_path, hc.TARGET)
+    load_head.load_head(tmp_path, hc.TARGET)
   for name in ("a.pt", "b.pt"):
     hc.write_torch(tmp_path / name, CHECKPOINTS["eagle3"].tensors)
   with pytest.raises(ValueError, match="has 2 .pt files: name one of them"):
-    heads.load_head(tmp_path, hc.TARGET)
+    load_head.load_head(tmp_path, hc.TARGET)
   with pytest.raises(ValueError, match="config.json is not a .safetensors, .bin or .pt file"):
-    heads.load_head(tmp_path / "config.json", hc.TARGET)
+    load_head.load_head(tmp_path / "config.json", hc.TARGET)
 
 
 def test_nothing_is_read_before_all_is_checked(tmp_path):
@@ -393,6 +394,6 @@ def test_nothing_is_read_before_all_is_checked(tmp_path):
   def noted(name, tensor):
     return tensor._replace(read=lambda: read.append(name) or tensor.read())
 
-  heads.open_head(files._replace(tensors={name: noted(name, tensor) for name, tensor
+  load_head.open_head(files._replace(tensors={name: noted(name, tensor) for name, tensor
                                           in files.tensors.items()}), hc.TARGET)
   assert sorted(read) == ["d2t", "t2d"]

@@ -7,14 +7,14 @@ import math
 import numpy as np
 import pytest
 
-from jspec.config import RopeScaling
-from jspec.hf_config import (
+from jspec.checkpoints.hf_config import (
   hf_config_from_model,
   llama3_divisors,
   model_config_from_gguf,
   model_config_from_hf,
 )
-from jspec.model import rope_frequencies
+from jspec.config import RopeScaling
+from jspec.model.transformer import rope_frequencies
 
 LLAMA = {"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3,
          "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48,

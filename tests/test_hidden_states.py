@@ -10,7 +10,7 @@ import pytest
 from tiny_llm import OPTIONS, tiny_model
 
 from jspec import LLM, SamplingParams
-from jspec.plan import CostModel, StepConfig, plan
+from jspec.speculation.plan import CostModel, StepConfig, plan
 from jspec.types import NO_PARENT, DraftTree
 from training import layers
 

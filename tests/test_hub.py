@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from huggingface_hub import errors
 
-from jspec import hub, model_names, shipped
-from jspec.gguf import load_gguf, read_gguf
+from jspec.checkpoints import hub, model_names, shipped
+from jspec.checkpoints.gguf import load_gguf, read_gguf
 
 
 def test_unknown_model_says_what_is_allowed(tmp_path):

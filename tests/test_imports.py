@@ -13,76 +13,42 @@ import jspec
 
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / "jspec"
-CORE = {"types", "config", "checks"}
-ALLOWED = {  # module: the jspec modules it may import
+# The house, from the ground up: package, or module of jspec/ itself -> what of jspec it may import.
+BELOW: dict[str, set[str]] = {
+  "pallas": set(),
+  "config": set(),
   "types": set(),
-  "checks": set(),
-  "config": {"checks"},
-  "tree": CORE | {"medusa_choices"},
-  "sampling": CORE | {"tree"},
-  "verify": CORE | {"tree", "sampling", "control"},
-  "verify_lossy": CORE | {"sampling"},
-  "judge": CORE | {"sampling", "verify", "verify_lossy"},
-  "control": set(),
-  "plan": CORE | {"tree", "attention", "pallas.reference"},
-  "step_output": CORE | {"tree", "sampling", "control", "drafters.base"},
-  "cache": CORE,
-  "attention": CORE,  # kernels by name, when they are needed
-  "model": CORE | {"attention", "cache", "pallas.reference", "pallas.tree_bits", "pallas"},
-  "sharding": CORE | {"weights"},
-  "placement": CORE | {"attention", "cache", "sharding", "weights"},
-  "step": CORE | {"model", "judge", "cache", "sampling", "tree", "control", "plan", "step_output",
-                  "drafters.base"},
-  "head_config": CORE,
-  "head_init": CORE | {"model", "head_config"},
-  "drafting": CORE | {"sampling", "cache", "tree"},
-  "medusa_choices": set(),
-  "suffix_store": CORE,
-  "pages": CORE,
-  "sampling_params": CORE,
-  "chat_template": set(),
-  "control_tokens": {"chat_template"},
-  "spec_config": CORE,
-  "spec_keys": set(),
-  "shipped": set(),
-  "model_names": {"shipped"},
-  "spec_parse": CORE | {"spec_config", "spec_keys", "medusa_choices"},
-  "outputs": CORE,
-  "goodput": set(),
-  "results": CORE | {"outputs", "request", "scheduler"},
-  "page_table": {"cache"},
-  "prompt": {"sampling_params"},
-  "vllm_arguments": set(),
-  "flags": {"vllm_arguments"},
-  "endings": set(),
-  "metrics": {"outputs"},
-  "slot_request": CORE | {"request", "scheduler", "slot_sampling"},
-  "limits": CORE | {"sampling_params", "tokenizer"},
-  "device": CORE | {"step", "cache", "plan", "placement", "slot_sampling", "sampling_params",
-                    "drafters.base"},
+  "sampling_params": {"config"},
+  "outputs": {"config"},
+  "text": {"config", "sampling_params"},
+  "model": {"config", "types", "pallas"},
+  "heads": {"config", "types", "model"},
+  "speculation": {"config", "types", "model", "pallas", "heads"},
+  "drafters": {"config", "types", "model", "pallas", "heads", "speculation"},
+  "checkpoints": {"config", "sampling_params", "text", "model", "heads"},
+  "engine": {"config", "types", "text", "outputs", "sampling_params", "model", "speculation"},
+  "build": {"config", "model", "heads", "speculation", "drafters", "engine", "checkpoints"},
+  "llm": {"build", "engine", "checkpoints", "config", "text", "outputs", "sampling_params"},
+  "async_llm": {"llm", "engine", "text", "outputs", "sampling_params"},
+  "compile_check": {"build", "config", "model", "heads", "speculation", "drafters", "engine",
+                    "sampling_params"},
+  "cli": {"llm", "checkpoints", "config", "text", "outputs", "sampling_params"},
+  "bench": {"cli", "checkpoints", "config", "text", "outputs", "sampling_params"},
+  "": {"async_llm", "llm", "outputs", "sampling_params", "config"},
+  "__main__": {"cli"},
 }
-# Halves of drafters.
-HEAD_MODULES = {"head_config", "eagle_head", "medusa_head", "suffix_store", "medusa_choices"}
-DRAFTER = CORE | HEAD_MODULES | {
-    "model", "tree", "sampling", "cache", "control", "spec_config", "drafters.base", "drafting",
-    "attention", "pallas.reference"}
-THIRD_PARTY = {  # module: what it may import from outside jspec and the standard library
-  "types": {"jax", "flax"}, "config": set(), "checks": set(), "attention": {"jax"}, "tree": {"jax"},
-  "sharding": {"jax", "numpy"}, "placement": {"jax"},
-  "sampling": {"jax", "flax"}, "verify": {"jax"}, "cache": {"jax"}, "model": {"jax", "numpy"},
-  "step": {"jax"}, "control": {"jax"}, "plan": {"jax", "numpy"}, "step_output": {"jax"},
-  "pages": {"numpy"}, "scheduler": {"numpy"}, "outputs": {"numpy"}, "request": {"numpy"},
-  "shipped": set(), "sampling_params": set(), "chat_template": {"jinja2"},
-  "control_tokens": {"tokenizers"},
-  "spec_config": set(), "spec_parse": {"numpy"}, "head_config": set(), "suffix_store": {"numpy"},
-  "medusa_choices": {"numpy"}, "judge": {"jax"}, "verify_lossy": {"jax"},
-  "drafting": {"jax", "flax"}, "goodput": {"numpy"}, "device": {"jax", "numpy"},
+FACES = {"", "config", "drafters"}  # whose __init__.py has something in it
+OTHERS: dict[str, set[str]] = {  # package or module -> other libraries it may import
+  "pallas": {"jax", "numpy"}, "config": {"numpy"}, "types": {"jax", "flax"},
+  "sampling_params": set(), "outputs": {"numpy"}, "text": {"jinja2", "tokenizers", "transformers"},
+  "model": {"jax", "numpy"}, "heads": {"jax", "numpy"}, "speculation": {"jax", "flax", "numpy"},
+  "drafters": {"jax", "flax", "numpy"}, "engine": {"jax", "numpy"}, "build": {"jax"},
 }
-NO_JAX = ("checks", "pages", "scheduler", "goodput", "limits", "request", "outputs",
-          "sampling_params", "prompt", "metrics", "vllm_arguments", "flags", "model_names",
-          "endings", "spec_config", "spec_parse", "config", "head_config", "medusa_choices",
-          "suffix_store", "control_tokens")
-MAX_LINES, MAX_FUNCTION = 400, 60
+NO_JAX = ("config", "text", "outputs", "sampling_params", "cli", "heads.config",
+          "heads.tree_search", "drafters.suffix_store", "checkpoints.model_names",
+          "checkpoints.shipped", "engine.scheduler", "engine.pages", "engine.request",
+          "engine.goodput", "engine.limits", "engine.metrics")
+MAX_MODULES, MAX_FILES, MAX_LINES, MAX_FUNCTION = 8, 15, 400, 60
 
 
 def name_of(path: pathlib.Path) -> str:
@@ -95,9 +61,11 @@ BESIDE = {str(path.relative_to(ROOT)): path for folder in ("training", "serving"
           for path in sorted((ROOT / folder).rglob("*.py")) if path.name not in GENERATED}
 SERVING = [name for name in BESIDE if name.startswith("serving/")]
 MODULES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
-DRAFTERS = sorted(m for m in MODULES if m.startswith("drafters."))
 KERNELS = sorted(m for m in MODULES if m.startswith("pallas"))
-IMPLEMENTED = [m for m in ALLOWED if m in MODULES]
+
+
+def package_of(module: str) -> str:
+  return module.partition(".")[0]
 
 
 @functools.cache
@@ -145,49 +113,81 @@ def reachable(module: str) -> set[str]:
   return seen
 
 
+def packages(module: str) -> set[str]:
+  """What a module imports of jspec, but for its own package."""
+  return {package_of(other) for other in imports(module)[0]} - {package_of(module)}
+
+
 def test_the_parser_sees_the_imports_that_are_there():
-  assert {"sampling", "types"} <= imports("verify")[0]
-  assert {"pallas.reference", "attention", "cache"} <= imports("model")[0]
+  assert {"speculation.sampling", "types"} <= imports("speculation.verify")[0]
+  assert {"pallas.reference", "model.attention", "model.cache"} <= imports("model.transformer")[0]
   assert third_party("types") == {"jax", "flax"}
-  assert "gguf" in imports("hub")[0] and "gguf" not in imports("hub", lazy=False)[0]
-  assert {"drafters.base", "types"} <= reachable("step")
+  hub = "checkpoints.hub"
+  assert "checkpoints.gguf" in imports(hub)[0] - imports(hub, lazy=False)[0]
+  assert {"speculation.drafter", "types"} <= reachable("speculation.step")
+  assert packages("engine.loop") >= {"config", "speculation"}
 
 
-@pytest.mark.parametrize("module", IMPLEMENTED)
-def test_a_core_module_imports_only_what_lies_below_it(module):
-  assert not imports(module)[0] - ALLOWED[module]
+def test_every_package_has_its_place():
+  """A module or package without a row fails here; so does a row for what is not there."""
+  assert {package_of(module) for module in MODULES} == set(BELOW)
+  assert len([m for m in MODULES if (PACKAGE / f"{m or '__init__'}.py").is_file()]) <= MAX_MODULES
 
 
-@pytest.mark.parametrize("module", [m for m in THIRD_PARTY if m in MODULES])
-def test_a_core_module_uses_only_its_own_libraries(module):
-  assert not third_party(module) - THIRD_PARTY[module]
+def test_there_is_no_circle():
+  """The table's own order proves it: a row names only rows above it."""
+  seen: set[str] = set()
+  for package, below in BELOW.items():
+    assert not below - seen, package
+    seen.add(package)
 
 
-@pytest.mark.parametrize("module", KERNELS)
-def test_kernels_import_jax_only(module):
-  assert not {m for m in imports(module)[0] if not m.startswith("pallas")}
-  assert not third_party(module) - {"jax", "numpy"}
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_imports_only_what_lies_below_it(module):
+  assert not packages(module) - BELOW[package_of(module)]
 
 
-@pytest.mark.parametrize("module", DRAFTERS)
+@pytest.mark.parametrize("module", [m for m in MODULES if package_of(m) in OTHERS])
+def test_a_module_uses_only_the_libraries_of_its_package(module):
+  assert not third_party(module) - OTHERS[package_of(module)]
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if package_of(m) == "drafters"])
 def test_a_drafter_knows_neither_the_step_nor_other_drafters(module):
+  tools = {"drafters.draft_laws", "drafters.text_pages", "drafters.suffix_store"}
+  step = {m for m in MODULES if m.startswith("speculation.")} - {
+      "speculation.drafter", "speculation.sampling", "speculation.tree"}
   own = imports(module)[0]
-  assert not own - DRAFTER, module
-  assert not third_party(module) - {"jax", "flax", "numpy"}
+  assert not own & step
+  if module != "drafters":
+    assert not {m for m in own if m.startswith("drafters")} - tools
 
 
 def test_a_drafter_is_named_by_the_registry_alone():
-  """No other module imports a concrete drafter."""
-  concrete = set(DRAFTERS) - {"drafters.base"}
-  users = {m for m in MODULES if imports(m)[0] & concrete}
-  assert users == {"drafters"}
+  """No module of another package imports a concrete drafter."""
+  users = {m for m in MODULES if package_of(m) != "drafters"
+           and any(name.startswith("drafters.") for name in imports(m)[0])}
+  assert not users
 
 
-@pytest.mark.parametrize("module", NO_JAX)
+@pytest.mark.parametrize("module", [m for m in MODULES
+                                    if any(m == n or m.startswith(n + ".") for n in NO_JAX)])
 def test_host_side_modules_never_reach_jax(module):
   for reached in reachable(module):
-    assert not third_party(reached) & {"jax", "jaxlib", "flax"}, reached
-  assert not imports(module)[1] & {"jax", "jaxlib", "flax"}
+    assert not {lib for lib in imports(reached, lazy=False)[1]} & {"jax", "jaxlib", "flax"}, reached
+  if package_of(module) != "cli":  # which imports it when a command needs it
+    assert not imports(module)[1] & {"jax", "jaxlib", "flax"}
+
+
+def test_faces_are_empty_but_for_the_public_ones():
+  full = {m for m, path in MODULES.items() if path.name == "__init__.py"
+          and path.read_text(encoding="utf-8").strip()}
+  assert {m for m in full if len(parsed(m).body) > 1} == FACES
+
+
+def test_no_package_is_a_heap():
+  for package in BELOW:
+    assert len(list((PACKAGE / package).glob("*.py"))) <= MAX_FILES, package
 
 
 def test_no_file_is_too_long():
@@ -219,18 +219,17 @@ def test_serving_imports_public_names_of_jspec_and_never_jax(name):
       assert not {a.name.partition(".")[0] for a in node.names} & {"jax", "jaxlib", "flax", "jspec"}
     elif isinstance(node, ast.ImportFrom):
       top, _, deeper = str(node.module).partition(".")
-      assert top not in ("jax", "jaxlib", "flax") and not (top == "jspec" and deeper), node.module
-      if top == "jspec":
-        public = {*jspec.__all__, "cli", "__version__"}
+      assert top not in ("jax", "jaxlib", "flax"), node.module
+      if top == "jspec" and deeper:  # the command line's flags, for `jspec serve`
+        assert deeper.startswith("cli") and name.endswith("command.py"), node.module
+      elif top == "jspec":
+        public = {*jspec.__all__, "__version__"}
         assert {a.name for a in node.names} <= public, name
 
 
 def test_inference_does_without_training():
-  assert not [m for m in MODULES if imports(m)[1] & {"training", "optax", "orbax"}]
-  # The command line alone knows that there is a server, and of it the flags alone.
-  assert {m for m in MODULES if "serving" in imports(m)[1]} == {"cli"}
-  named = [node.module for node in ast.walk(parsed("cli")) if isinstance(node, ast.ImportFrom)]
-  assert [name for name in named if name.startswith("serving")] == ["serving.command"]
+  """The command line alone knows, by name, that there are a server and a trainer."""
+  assert not [m for m in MODULES if imports(m)[1] & {"training", "serving", "optax", "orbax"}]
 
 
 def lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tiny_llm import greedy, tiny_llm
 
-from jspec import cache
+from jspec.model import cache
 from jspec.types import KVPages, Verdict
 
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7], [20, 21, 22], [9] * 12, [31, 3, 31, 3, 31]]

@@ -16,7 +16,7 @@ from tiny_llm import (
   tiny_model,
 )
 
-from jspec import hub
+from jspec.checkpoints import hub
 from jspec.llm import LLM
 from jspec.outputs import SpeculativeStats
 from jspec.sampling_params import SamplingParams

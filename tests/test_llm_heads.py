@@ -11,9 +11,9 @@ import tiny_llm
 
 import jspec.llm
 from jspec import LLM, SamplingParams
-from jspec.hub import LoadedModel
-from jspec.model import init_params
-from jspec.plan import CostModel
+from jspec.checkpoints.hub import LoadedModel
+from jspec.model.params import init_params
+from jspec.speculation.plan import CostModel
 
 PROMPTS = ["the hand on the hand", "a and then", "in the end in the end in the"]
 

@@ -12,8 +12,9 @@ import pytest
 import tiny
 import tiny_cases
 
-from jspec import medusa_head, model, sharding
-from jspec.head_config import MedusaConfig
+from jspec.heads import medusa as medusa_head
+from jspec.heads.config import MedusaConfig
+from jspec.model import sharding, transformer
 from training import layers
 
 R, E, V = 5, 64, 1000
@@ -40,7 +41,7 @@ def assert_unrounded(got, exact):
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_lm_heads_sums_are_kept_as_they_are(tied, bitwise):
   params, hidden, exact = case(tied)
-  assert_unrounded(model.logits(params, CONFIG, hidden, bitwise), exact)
+  assert_unrounded(transformer.logits(params, CONFIG, hidden, bitwise), exact)
   assert_unrounded(layers.logits(params, CONFIG, hidden[None])[0], exact)
 
 
@@ -51,7 +52,7 @@ def test_the_sums_of_a_split_vocabulary_too(tied):
   place = sharding.placer(sharding.make_mesh(jax.devices()[:2]), CONFIG, 2)
   split = sharding.place_params(params, place)
   assert held.vocab_parts == 2
-  assert_unrounded(jax.jit(lambda p, x: model.logits(p, held, x))(split, hidden), exact)
+  assert_unrounded(jax.jit(lambda p, x: transformer.logits(p, held, x))(split, hidden), exact)
 
 
 def test_a_medusa_heads_own_matrix_too():

@@ -22,9 +22,11 @@ import pytest
 import scipy.stats
 import tiny
 
-from jspec import attention, cache, judge, model, sampling, step, tree
-from jspec import verify as rule
+from jspec.model import attention, cache, transformer
+from jspec.model.rows import chain_mask, pack
 from jspec.pallas import paged_attention_tpu
+from jspec.speculation import judge, sampling, step
+from jspec.speculation import verify as rule
 
 B, REPEATS, LENGTH, V = 64, 160, 3, tiny.VOCAB
 PROMPT = [1, 2, 3, 4, 10, 3, 5, 10, 3]  # its end has occurred before
@@ -40,11 +42,11 @@ def target_logits(root: int) -> np.ndarray:
   token = jnp.array([[*PROMPT, root, *pair] for pair in pairs], jnp.int32)
   b, n = token.shape
   pages = cache.init_pages(tiny.TARGET, b, 16, jnp.float32)
-  hidden, _, _ = model.forward(
-      tiny.target_params(), tiny.TARGET, token, tree.chain_mask(b, n),
-      tree.pack(jnp.ones((b, n), bool), b * n), pages, jnp.arange(b)[:, None],
+  hidden, _, _ = transformer.forward(
+      tiny.target_params(), tiny.TARGET, token, chain_mask(b, n),
+      pack(jnp.ones((b, n), bool), b * n), pages, jnp.arange(b)[:, None],
       jnp.zeros(b, jnp.int32))
-  logits = model.logits(tiny.target_params(), tiny.TARGET, hidden)
+  logits = transformer.logits(tiny.target_params(), tiny.TARGET, hidden)
   return np.array(logits, np.float64).reshape(V, V, n, V)[:, :, -3:]
 
 
@@ -170,8 +172,8 @@ def test_widths_for_fewer_slots_keep_the_text():
 def fresh_prefill(token):
   b, n = token.shape
   pages = cache.init_pages(tiny.TARGET, b, n, jnp.float32)
-  return model.forward(tiny.target_params(), tiny.TARGET, token, tree.chain_mask(b, n),
-                       tree.pack(jnp.ones((b, n), bool), b * n), pages, jnp.arange(b)[:, None],
+  return transformer.forward(tiny.target_params(), tiny.TARGET, token, chain_mask(b, n),
+                       pack(jnp.ones((b, n), bool), b * n), pages, jnp.arange(b)[:, None],
                        jnp.zeros(b, jnp.int32))[2]
 
 

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import sampling, tree
-from jspec import verify as rule
+from jspec.speculation import sampling, tree
+from jspec.speculation import verify as rule
 from jspec.types import NO_PARENT, DraftTree
 
 V, BOUND, MUTANT = 3, 1e-12, 1e-3

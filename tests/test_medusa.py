@@ -12,10 +12,12 @@ import pytest
 import tiny
 from head_oracle import B, E, oracle_draws, run, slots_for
 
-from jspec import calibration, drafting, tree
+from jspec.drafters import draft_laws
 from jspec.drafters.medusa import build, medusa
-from jspec.head_config import MedusaConfig
-from jspec.medusa_head import head_params
+from jspec.heads import calibration
+from jspec.heads.config import MedusaConfig
+from jspec.heads.medusa import head_params
+from jspec.speculation import tree
 from jspec.types import NO_PARENT
 
 V, VD = tiny.VOCAB, 7
@@ -91,7 +93,7 @@ def check_against_the_equations(draft, params, config, paths, slots, sampled, co
       stopped |= exp.max() / exp.sum() < confidence
       if sampled:
         width = 1 + max(p[-1] for p in paths if len(p) == level + 1)
-        u = drafting.draft_uniforms(slots.key, level, (1, width))[b, 0]
+        u = draft_laws.draft_uniforms(slots.key, level, (1, width))[b, 0]
         draws = oracle_draws(logits, float(slots.temperature[b]), np.asarray(u, np.float64))
       else:
         draws = [(i, None) for i in sorted(range(len(logits)), key=lambda i: -logits[i])]

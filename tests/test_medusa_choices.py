@@ -13,10 +13,12 @@ import safetensors.numpy
 import tiny
 import tiny_llm
 
-from jspec import calibration, tree
-from jspec.head_config import MedusaConfig
-from jspec.medusa_choices import CHOICES, expected_length, measure, parse, search
-from jspec.medusa_head import head_logits
+from jspec.config.draft_trees import CHOICES, parse
+from jspec.heads import calibration
+from jspec.heads.config import MedusaConfig
+from jspec.heads.medusa import head_logits
+from jspec.heads.tree_search import expected_length, measure, search
+from jspec.speculation import tree
 from scripts import calibrate_tree
 
 # ------------------------------------------------------------------ notations

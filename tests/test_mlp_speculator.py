@@ -16,9 +16,11 @@ import pytest
 import tiny
 from head_oracle import B, E, oracle_draws, run
 
-from jspec import drafting, medusa_choices, tree
+from jspec.config import draft_trees
+from jspec.drafters import draft_laws
 from jspec.drafters.mlp_speculator import build, mlp_speculator
-from jspec.head_config import MlpSpeculatorConfig
+from jspec.heads.config import MlpSpeculatorConfig
+from jspec.speculation import tree
 from jspec.types import NO_PARENT
 
 INNER, V = 20, tiny.VOCAB
@@ -88,7 +90,7 @@ def oracle_tree(params, config, slots, b, paths, sampled, confidence=0.0):
     if sampled:
       level = [p for p in parents if len(p) == len(path)]
       width = 1 + max(p[-1] for p in paths if len(p) == len(path) + 1)
-      u = drafting.draft_uniforms(slots.key, len(path), (len(level), width))
+      u = draft_laws.draft_uniforms(slots.key, len(path), (len(level), width))
       u = np.asarray(u[b, level.index(path)], np.float64)
       draws = oracle_draws(logits, float(slots.temperature[b]), u)
     else:
@@ -221,7 +223,7 @@ def paths_in(draft, b):
 def test_candidates_are_the_likeliest_paths_of_the_cross_product(widths, num):
   config = CONFIGS["plain"]
   params, slots = draw_head(config), slots_for()
-  drafter = mlp_speculator(config, tree.shape_of(medusa_choices.of_widths(widths)), tiny.TARGET,
+  drafter = mlp_speculator(config, tree.shape_of(draft_trees.of_widths(widths)), tiny.TARGET,
                            n_candidates=num)
   draft = run(drafter, params, slots)
   assert draft.q_probs is None and draft.token.shape == draft.parent.shape == (
@@ -249,7 +251,7 @@ def test_candidates_are_the_likeliest_paths_of_the_cross_product(widths, num):
 def test_nodes_are_reserved_for_paths_that_share_nothing():
   """As few as will do: five paths through widths 4, 3, 2 have at most 4 + 5 + 5 nodes."""
   count = lambda widths, num: mlp_speculator(
-      CONFIGS["plain"], tree.shape_of(medusa_choices.of_widths(widths)), tiny.TARGET,
+      CONFIGS["plain"], tree.shape_of(draft_trees.of_widths(widths)), tiny.TARGET,
       n_candidates=num).num_nodes
   assert count((4, 3, 2), 5) == 1 + 4 + 5 + 5
   assert count((2, 2), 9) == 1 + 2 + 4
@@ -277,7 +279,7 @@ def test_the_builder_follows_the_configuration():
   widths = dataclasses.replace(plain, top_k_tokens_per_head=(4, 3, 2))
   assert build(setup_for(widths, n_candidates=5))[0].num_nodes == 15
   assert build(setup_for(widths, n_candidates=5, num_speculative_tokens=2))[0].num_nodes == 10
-  assert build(setup_for(widths, n_candidates=5, tree_paths=medusa_choices.of_widths((2, 2))
+  assert build(setup_for(widths, n_candidates=5, tree_paths=draft_trees.of_widths((2, 2))
                          ))[0].num_nodes == 7
   params, slots = draw_head(plain), slots_for()
   drafter, _ = build(setup_for(plain, params["head"], draft_confidence_threshold=0.4))

@@ -12,9 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import cache, hub, model, tree
-from jspec.hf_config import model_config_from_hf
-from jspec.weights import load_params, write_safetensors
+from jspec.checkpoints import hub
+from jspec.checkpoints.hf_config import model_config_from_hf
+from jspec.checkpoints.weights import load_params, write_safetensors
+from jspec.model import cache, transformer
+from jspec.model.rows import pack
 
 GOLDENS = pathlib.Path(__file__).parent / "goldens"
 FAMILIES = ("llama_tied", "llama_untied", "mistral", "qwen2", "qwen2_window", "qwen3", "gemma3",
@@ -25,11 +27,12 @@ PAGE_SIZE = 16
 @functools.partial(jax.jit, static_argnames="config")
 def _chunk_logits(params, config, token, pages, length):
   num = token.shape[1]
-  rows = tree.pack(jnp.ones((1, num), bool), num)
+  rows = pack(jnp.ones((1, num), bool), num)
   page_table = jnp.arange(pages.k[0].shape[0])[None]
   mask = jnp.tril(jnp.ones((1, num, num), bool))
-  hidden, _, pages = model.forward(params, config, token, mask, rows, pages, page_table, length)
-  return model.logits(params, config, hidden), pages
+  hidden, _, pages = transformer.forward(
+      params, config, token, mask, rows, pages, page_table, length)
+  return transformer.logits(params, config, hidden), pages
 
 
 def sequence_logits(params, config, ids, chunk, capacity=64) -> np.ndarray:

@@ -10,9 +10,10 @@ import huggingface_hub
 import pytest
 from huggingface_hub import errors
 
-from jspec import heads, hub, llm
-from jspec.model_names import head_named, may_be_head, model_named
-from jspec.spec_parse import parse_speculative
+from jspec import llm
+from jspec.checkpoints import hub, load_head
+from jspec.checkpoints.model_names import head_named, may_be_head, model_named
+from jspec.config.speculative_parse import parse_speculative
 
 EMBEDDED = "smollm2-135m-instruct"
 
@@ -102,8 +103,8 @@ def test_a_missing_revision_and_a_bad_repo_id_are_called_that(monkeypatch):
 
 
 def test_names_are_judged_before_jax_is_imported():
-  code = ("import sys\nfrom jspec import cli\n"
-          "code = cli.main(['generate', '--model', 'smollm2-135m-instrukt', 'Hi'])\n"
+  code = ("import sys\nfrom jspec.cli import main\n"
+          "code = main.main(['generate', '--model', 'smollm2-135m-instrukt', 'Hi'])\n"
           "assert 'jax' not in sys.modules\nsys.exit(code)")
   done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
   assert done.returncode == 2, done.stderr
@@ -124,7 +125,7 @@ def test_revisions_go_to_the_target_and_to_the_draft(monkeypatch):
   with pytest.raises(ValueError, match="enough"):
     llm.LLM("org/target", revision="t1", speculative_config={"model": "org/head", "revision": "h2"})
   with pytest.raises(ValueError, match="enough"):
-    heads.load_head("org/head", None, revision="h3")
+    load_head.load_head("org/head", None, revision="h3")
   assert asked == [("org/target", "t1"), ("org/head", "h2"), ("org/head", "h3")]
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tiny
 
-from jspec import cache
+from jspec.model import cache
 from jspec.types import SlotRequest
 
 B, LENGTH = 64, 12

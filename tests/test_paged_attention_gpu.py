@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 from attention_cases import assert_right, case
 
-from jspec import tree
 from jspec.pallas import block_sizes, paged_attention_gpu
 from jspec.pallas.block_sizes import Hopper
 from jspec.pallas.paged_attention_gpu import paged_attention
+from jspec.speculation import tree
 from jspec.types import NO_PARENT
 
 simulated = pytest.mark.skipif(

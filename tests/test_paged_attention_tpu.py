@@ -19,8 +19,9 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from jspec import pallas, tree
+from jspec import pallas
 from jspec.pallas import block_sizes, paged_attention_tpu, tpu_layout
+from jspec.speculation import tree
 from jspec.types import NO_PARENT
 from tests.attention_cases import assert_right
 from tests.attention_cases import case as any_case

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import tree
 from jspec.pallas import block_sizes, paged_attention_triton
+from jspec.speculation import tree
 from jspec.types import NO_PARENT
 from tests.attention_cases import assert_right, case
 

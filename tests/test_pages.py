@@ -8,7 +8,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from jspec.pages import OutOfPages, PageAllocator, PageKeys
+from jspec.engine.pages import OutOfPages, PageAllocator, PageKeys
 
 EVENTS = st.lists(st.tuples(st.sampled_from(["allocate", "share", "free"]), st.integers(0, 5)),
                   max_size=60)

@@ -20,9 +20,10 @@ import pytest
 import test_lossless_exact as exact
 import test_verify_block as block
 
-from jspec import judge, sampling, step, tree
 from jspec.config import Verification
-from jspec.slot_sampling import empty_sampling
+from jspec.engine.slot_sampling import empty_sampling
+from jspec.model.rows import pack
+from jspec.speculation import judge, sampling, step, tree
 from jspec.types import PAD_TOKEN, DraftTree
 
 V, LENGTH, STOP = 5, 3, 4
@@ -82,7 +83,7 @@ def emitted_law(rule: str, min_tokens: int):
   draft = DraftTree(jnp.array(tokens, jnp.int32).at[:, 0].set(OUTPUT[-1]),
                     jnp.tile(jnp.array(tree.chain(2), jnp.int32), (size, 1)), jnp.array(qs))
   mask, state = tree.ancestors(draft.parent, 2), state_of(size, min_tokens)
-  rows = tree.pack(jnp.ones((size, n), bool), size * n)
+  rows = pack(jnp.ones((size, n), bool), size * n)
 
   @jax.jit
   def judged(u, bonus):

@@ -14,8 +14,8 @@ from tiny_llm import OPTIONS, greedy, is_idle, tiny_llm, tiny_model
 
 from jspec.async_llm import AsyncLLM
 from jspec.config import EngineConfig
-from jspec.prompt import read_prompt
 from jspec.sampling_params import SamplingParams
+from jspec.text.prompt import read_prompt
 
 IDS = [int(t) for t in np.random.default_rng(5).integers(5, 64, 75)]  # five chunks of 16
 MAX_LEN = OPTIONS["max_model_len"]

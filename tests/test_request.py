@@ -7,9 +7,9 @@ import hypothesis.strategies as st
 import pytest
 from tiny_tokenizers import EOS, TOKENIZERS, continuation
 
-from jspec.request import NewToken, Request
+from jspec.engine.request import NewToken, Request
 from jspec.sampling_params import SamplingParams
-from jspec.tokenizer import Tokenizer
+from jspec.text.tokenizer import Tokenizer
 
 STOP = 60
 PROMPT = (3, 4)

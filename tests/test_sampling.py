@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from tiny_llm import EOS, byte_tokenizer
 
-from jspec import sampling, tree
+from jspec.engine.slot_sampling import bad_word_ids, empty_sampling, row_inputs, sampling_row
+from jspec.model.rows import pack
 from jspec.sampling_params import LARGEST, SamplingParams
-from jspec.slot_sampling import bad_word_ids, empty_sampling, row_inputs, sampling_row
+from jspec.speculation import sampling, tree
 from jspec.types import NO_PARENT, PAD_TOKEN, DraftTree
 
 V = 12
@@ -144,7 +145,7 @@ def tree_rows():
   draft = DraftTree(jnp.array([[0] * 7, TOKENS]), parent, None)
   keep = tree.used(parent).at[0].set(False)
   mask = tree.ancestors(parent, 3)
-  return sampling.node_context(draft, tree.pack(keep, 6), mask), mask
+  return sampling.node_context(draft, pack(keep, 6), mask), mask
 
 
 def test_node_context_holds_each_nodes_own_path():

@@ -7,9 +7,9 @@ import hypothesis.strategies as st
 import pytest
 from tiny_llm import byte_tokenizer
 
-from jspec.request import NewToken, Request
+from jspec.engine.request import NewToken, Request
+from jspec.engine.scheduler import Scheduler
 from jspec.sampling_params import SamplingParams
-from jspec.scheduler import Scheduler
 
 TOKENIZER = byte_tokenizer()
 

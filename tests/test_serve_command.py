@@ -21,7 +21,10 @@ import conftest
 import grpc
 import pytest
 
-from jspec import EngineDead, EngineStats, SpeculativeStats, cli, engine
+from jspec import EngineDead, EngineStats, SpeculativeStats
+from jspec.cli import endings, main
+from jspec.cli import flags as cli_flags
+from jspec.engine import loop
 from serving import command, grpc_server, http_server, server
 from serving.client import Client
 from serving.log_lines import fields
@@ -45,8 +48,8 @@ SCRIPT = textwrap.dedent("""
       return LLM(loaded, dtype="float32", max_model_len=1024, max_num_seqs=2, page_size=32,
                  progress=False)
 
-    cli.load_llm = load
-    sys.exit(cli.main(sys.argv[1:]))
+    cli_flags.load_llm = load
+    sys.exit(main.main(sys.argv[1:]))
 """)
 SHORT = {"temperature": 0.0, "max_tokens": 12}
 # Four answers for two slots, a step for each token: hundreds of milliseconds at the very least.
@@ -55,7 +58,7 @@ LONG = {"n": 4, "max_tokens": 900, "ignore_eos": True, "seed": 1}
 
 @pytest.fixture
 def served(monkeypatch):
-  """(arguments of cli.load_llm, Settings) of the last `jspec serve` that was not refused."""
+  """(arguments of cli_flags.load_llm, Settings) of the last `jspec serve` that was not refused."""
   found = []
 
   def run(load, settings):
@@ -63,11 +66,11 @@ def served(monkeypatch):
     return 0
 
   monkeypatch.delenv(command.KEY_VARIABLE, raising=False)
-  monkeypatch.setattr(cli, "load_llm", lambda model, **keywords: {"model": model, **keywords})
+  monkeypatch.setattr(cli_flags, "load_llm", lambda model, **keywords: {"model": model, **keywords})
   monkeypatch.setattr(server, "run", run)
 
   def parse(*flags):
-    assert cli.main(["serve", *flags]) == 0
+    assert main.main(["serve", *flags]) == 0
     return tuple(found)
 
   return parse
@@ -75,7 +78,7 @@ def served(monkeypatch):
 
 def refused(capsys, *flags: str) -> str:
   """The one sentence that bad input gets."""
-  assert cli.main(["serve", *flags]) == cli.BAD_INPUT
+  assert main.main(["serve", *flags]) == endings.BAD_INPUT
   out, err = capsys.readouterr()
   assert out == "" and err.startswith("jspec: error: ") and err.count("\n") == 1, err
   return err
@@ -86,9 +89,9 @@ def refused(capsys, *flags: str) -> str:
 
 def test_without_flags_the_default_model_drafts_by_ngrams_on_the_usual_ports(served):
   llm, settings = served()
-  assert llm == {"model": cli.DEFAULT_MODEL, "speculative_config": {"method": "ngram"}}
+  assert llm == {"model": cli_flags.DEFAULT_MODEL, "speculative_config": {"method": "ngram"}}
   assert settings == server.Settings(
-      model_name=cli.DEFAULT_MODEL, max_queue=1024, steps_per_turn=1, drain_timeout=30.0,
+      model_name=cli_flags.DEFAULT_MODEL, max_queue=1024, steps_per_turn=1, drain_timeout=30.0,
       http=http_server.Options(host="127.0.0.1", port=8000, max_body_bytes=4 * 2**20),
       grpc=grpc_server.Options(host="127.0.0.1", port=50051, max_message_bytes=4 * 2**20))
 
@@ -138,7 +141,7 @@ def test_shortcuts_are_keys_of_the_speculative_config(served, flags, config):
 
 def test_older_speculation_flags_work_as_in_generate(served):
   llm, _ = served("--speculative-model", "[ngram]", "--num-speculative-tokens", "4")
-  assert llm == {"model": cli.DEFAULT_MODEL, "speculative_config": None,
+  assert llm == {"model": cli_flags.DEFAULT_MODEL, "speculative_config": None,
                  "speculative_model": "[ngram]", "num_speculative_tokens": 4}
 
 
@@ -151,7 +154,7 @@ def test_the_model_may_come_without_a_flag_and_its_folder_is_not_told(served, tm
 
 
 def test_the_largest_turn_is_the_engines():
-  assert command.MAX_STEPS == engine.MAX_STEPS
+  assert command.MAX_STEPS == loop.MAX_STEPS
 
 
 @pytest.mark.parametrize("flags, words", [
@@ -183,7 +186,7 @@ def test_the_largest_turn_is_the_engines():
   (["--nonsense"], "unrecognized arguments: --nonsense (see jspec serve --help)"),
 ])
 def test_bad_flags_are_one_sentence_and_load_nothing(monkeypatch, capsys, flags, words):
-  monkeypatch.setattr(cli, "load_llm", lambda *_, **__: pytest.fail("loaded a model"))
+  monkeypatch.setattr(cli_flags, "load_llm", lambda *_, **__: pytest.fail("loaded a model"))
   assert words in refused(capsys, *flags)
 
 
@@ -200,7 +203,7 @@ def test_an_empty_key_does_not_open_the_server(monkeypatch, capsys, tmp_path):
 
 
 def test_bad_certificates_are_refused_before_the_model_is_loaded(monkeypatch, capsys, tmp_path):
-  monkeypatch.setattr(cli, "load_llm", lambda *_, **__: pytest.fail("loaded a model"))
+  monkeypatch.setattr(cli_flags, "load_llm", lambda *_, **__: pytest.fail("loaded a model"))
   for name in ("cert", "key"):
     (tmp_path / name).write_text("not PEM")
   cert, key = ["--ssl-certfile", str(tmp_path / "cert")], ["--ssl-keyfile", str(tmp_path / "key")]
@@ -214,7 +217,7 @@ def test_bad_certificates_are_refused_before_the_model_is_loaded(monkeypatch, ca
 @pytest.mark.parametrize("flag, others", [("--port", ["--grpc-port", "0"]),
                                           ("--grpc-port", ["--port", "0"])])
 def test_a_port_in_use_is_refused_before_the_model_is_loaded(monkeypatch, capsys, flag, others):
-  monkeypatch.setattr(cli, "load_llm", lambda *_, **__: pytest.fail("loaded a model"))
+  monkeypatch.setattr(cli_flags, "load_llm", lambda *_, **__: pytest.fail("loaded a model"))
   with socket.create_server(("127.0.0.1", 0)) as taken:
     port = taken.getsockname()[1]
     assert f"can't listen on port {port} of 127.0.0.1: Address already in use" in refused(
@@ -231,8 +234,9 @@ def test_a_missing_package_is_named(monkeypatch, capsys):
 
 
 def test_flags_and_help_need_no_package_of_the_extra():
-  code = ("import sys\nfrom jspec import cli\ncli.build_parser()\nprint(*(m for m in "
-          "('grpc', 'fastapi', 'uvicorn', 'prometheus_client', 'jax') if m in sys.modules))")
+  code = ("import sys\nfrom jspec.cli import main\nmain.build_parser(['serve'])\n"
+          "names = 'grpc', 'fastapi', 'uvicorn', 'prometheus_client', 'jax'\n"
+          "print(*(name for name in names if name in sys.modules))")
   done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
   assert done.returncode == 0 and done.stdout.strip() == "", done
 

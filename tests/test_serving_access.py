@@ -15,7 +15,8 @@ import pytest
 from http_running import COMPLETIONS, MODEL, Running, error_of, running
 from tiny_llm import tiny_llm
 
-from jspec import QueueFull, cli
+from jspec import QueueFull
+from jspec.cli import main
 from serving import command, http_calls
 from serving.auth import Tokens
 from serving.http_server import Options
@@ -121,7 +122,7 @@ def test_keys_are_told_apart_without_being_told():
 
 
 def test_two_keys_halve_the_queue_unless_the_operator_says_otherwise():
-  parse = lambda *flags: cli.build_parser().parse_args(["serve", *flags])
+  parse = lambda *flags: main.build_parser().parse_args(["serve", *flags])
   share = command._share
   assert share(parse("--max-queue", "100", "--max-num-seqs", "8"), ("a", "b")) == 54
   assert share(parse(), ("a",)) is None and share(parse(), ()) is None

@@ -21,7 +21,7 @@ from http_running import COMPLETIONS, JSON, MODEL, Running, error_of, running
 from tiny_llm import tiny_llm
 
 from jspec import RequestOutput
-from jspec.request import Request
+from jspec.engine.request import Request
 from serving.http_server import Options
 from serving.service import Delta
 

@@ -23,7 +23,7 @@ from jspec import (
   SpeculativeStats,
   Timing,
 )
-from jspec.metrics import metrics_of
+from jspec.engine.metrics import metrics_of
 from serving.metrics import Metrics
 from serving.service import Service
 

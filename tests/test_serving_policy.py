@@ -15,8 +15,9 @@ from http_running import COMPLETIONS, MODEL, Running, error_of, running
 from served import serve
 from tiny_llm import tiny_llm
 
-from jspec import AsyncLLM, cli
-from jspec.hub import generation_defaults
+from jspec import AsyncLLM
+from jspec.checkpoints.hub import generation_defaults
+from jspec.cli import endings, main
 from serving import http_server, server
 from serving.client import AsyncClient
 from serving.http_front import Cors
@@ -51,8 +52,8 @@ def test_flags_reach_the_policy_and_the_door(monkeypatch, tmp_path):
   monkeypatch.setattr(server, "run", lambda load, settings: found.append(settings) or 0)
   template = tmp_path / "template.jinja"
   template.write_text("{{ messages[0].content }}")
-  assert cli.main(["serve"]) == 0
-  assert cli.main([
+  assert main.main(["serve"]) == 0
+  assert main.main([
       "serve", "--generation-config", "none", "--strict", "--chat-template", str(template),
       "--no-plain-message-content",
       "--enable-prompt-tokens-details", "--allowed-origins", '["https://a", "https://b"]',
@@ -71,9 +72,9 @@ def test_flags_reach_the_policy_and_the_door(monkeypatch, tmp_path):
   (["--chat-template", "/nowhere"], "--chat-template: can't read /nowhere")])
 def test_bad_flags_are_refused(capsys, flags, part):
   try:
-    assert cli.main(["serve", *flags]) == cli.BAD_INPUT
+    assert main.main(["serve", *flags]) == endings.BAD_INPUT
   except SystemExit as error:
-    assert error.code == cli.BAD_INPUT
+    assert error.code == endings.BAD_INPUT
   assert part in capsys.readouterr().err
 
 
@@ -253,7 +254,7 @@ def test_an_open_door_lets_no_page_in_by_default():
 def test_every_name_of_a_model_is_answered_and_the_first_one_named(door, monkeypatch):
   found = []
   monkeypatch.setattr(server, "run", lambda load, settings: found.append(settings) or 0)
-  assert cli.main(["serve", "--served-model-name", MODEL, "other", "a/third", "--port", "0"]) == 0
+  assert main.main(["serve", "--served-model-name", MODEL, "other", "a/third", "--port", "0"]) == 0
   assert (found[0].model_name, found[0].aliases) == (MODEL, ("other", "a/third"))
   service = Service(door.service.engine, MODEL, door.service.metrics, aliases=found[0].aliases)
   monkeypatch.setattr(door.service, "model_names", service.model_names)

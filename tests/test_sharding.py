@@ -21,13 +21,13 @@ import pytest
 import tiny_llm
 from prompt_oracle import assert_prompt_logprobs
 
-from jspec import attention, sharding
+from jspec.checkpoints.hub import LoadedModel
 from jspec.config import EngineConfig
-from jspec.hub import LoadedModel
+from jspec.engine.placement import place
+from jspec.engine.replicas import Replicas
 from jspec.llm import LLM
-from jspec.model import init_params
-from jspec.placement import place
-from jspec.replicas import Replicas
+from jspec.model import attention, sharding
+from jspec.model.params import init_params
 from jspec.sampling_params import SamplingParams
 
 CONFIG = tiny_llm.tiny_config(num_heads=8, num_kv_heads=2, vocab_size=64, mlp_dim=64)

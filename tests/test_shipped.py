@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from jspec import LLM, SamplingParams, heads, hub, shipped
+from jspec import LLM, SamplingParams
+from jspec.checkpoints import hub, load_head, shipped
 
 MEBIBYTE = 2**20
 
@@ -16,13 +17,13 @@ def test_a_shipped_head_is_whole_small_and_has_a_card(name):
   card = (folder / "README.md").read_text(encoding="utf-8")
   for said in ("Licence", "Data", "tokens", "Acceptance", "python -m training.train"):
     assert said in card, said
-  assert heads.detect_method(name) == name.rsplit("-", 1)[1]
+  assert load_head.detect_method(name) == name.rsplit("-", 1)[1]
 
 
 @pytest.mark.parametrize("name, target", shipped.HEADS.items())
 def test_a_shipped_head_fits_the_model_it_is_for(name, target, smollm2):
   assert target in hub.DEFAULT_MODELS
-  config, params = heads.load_head(name, smollm2.config)
+  config, params = load_head.load_head(name, smollm2.config)
   assert config.draft_vocab_size == len(params["target_id"]) and not config.has_head
 
 

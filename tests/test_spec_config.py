@@ -6,10 +6,9 @@ import warnings
 
 import pytest
 
-from jspec import medusa_choices, spec_keys
-from jspec.config import Verification
-from jspec.spec_config import SpeculativeConfig
-from jspec.spec_parse import parse_speculative
+from jspec.config import Verification, draft_trees, speculative_keys
+from jspec.config.speculative import SpeculativeConfig
+from jspec.config.speculative_parse import parse_speculative
 
 NONE = SpeculativeConfig()
 NGRAM = SpeculativeConfig("ngram", None, 7, 4, 2)
@@ -64,7 +63,7 @@ def ngram(longest, shortest, tokens=7, **fields):
   ({"method": "eagle", "model": "m", "tree_top_k": 8, "tree_total_tokens": 26}, None,
    head("eagle", tree_top_k=8, tree_total_tokens=26)),
   ({"method": "medusa", "model": "m", "medusa_choices": "mc_sim_7b_63"}, None,
-   head("medusa", tree_paths=medusa_choices.CHOICES["mc_sim_7b_63"])),
+   head("medusa", tree_paths=draft_trees.CHOICES["mc_sim_7b_63"])),
   ({"method": "eagle", "model": "m", "speculative_token_tree": "[(0,), (1,), (0, 0)]"}, None,
    head("eagle", tree_paths=((0,), (1,), (0, 0)))),
   ({"method": "medusa", "model": "m", "tree_widths": [2, 1]}, None,
@@ -229,11 +228,11 @@ def test_refused_configurations(config, older, words):
     parse_speculative(config, older)
 
 
-@pytest.mark.parametrize("key", sorted(spec_keys.UNSUPPORTED))
+@pytest.mark.parametrize("key", sorted(speculative_keys.UNSUPPORTED))
 def test_every_unsupported_key_is_refused_by_name(key):
   with pytest.raises(ValueError, match=f"{key}='something'"):
     parse_speculative({"method": "ngram", key: "something"})
-  for neutral in (None, *spec_keys.UNSUPPORTED[key]):
+  for neutral in (None, *speculative_keys.UNSUPPORTED[key]):
     assert parse_speculative({"method": "ngram", key: neutral}) == NGRAM
 
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import tiny
 
-from jspec import suffix_store
 from jspec.drafters import suffix as module
+from jspec.drafters import suffix_store
 from jspec.drafters.suffix import build, feed, suffix
-from jspec.suffix_store import SuffixStore
+from jspec.drafters.suffix_store import SuffixStore
 from jspec.types import NO_PARENT, PAD_TOKEN, Committed
 
 B, MAX_LEN, W, M = 100, 32, 3, 12

@@ -12,9 +12,9 @@ import pytest
 import tokenizers
 from tiny_llm import byte_tokenizer
 
-from jspec.chat_template import render_chat
-from jspec.tokenizer import Detokenizer, Tokenizer
-from jspec.tokenizer_files import gguf_tokenizer, load_tokenizer
+from jspec.text.chat_template import render_chat
+from jspec.text.tokenizer import Detokenizer, Tokenizer
+from jspec.text.tokenizer_files import gguf_tokenizer, load_tokenizer
 
 GOLDENS = pathlib.Path(__file__).parent / "goldens"
 TEXTS = ["Hello, world! It's 2026.", "\n\n1. One\n\n2. Two 12345", "日本語のテキスト、漢字。",

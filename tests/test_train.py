@@ -17,7 +17,7 @@ from test_training_eagle3 import TAPS, TARGET_ID, packed_batch
 from tiny_cases import TARGET, target_params
 from tiny_llm import tiny_model
 
-from jspec.heads import load_head
+from jspec.checkpoints.load_head import load_head
 from training import config as configuration
 from training import evaluate, state, train
 from training.checkpoints import Checkpoints

@@ -14,11 +14,11 @@ from tiny_cases import LINE, PAGE, TARGET, VOCAB, target_params
 from training_cases import KNOWN, METHODS, T, loss_of, packed, params_of
 from training_checks import overfit, own_text, quickly
 
-from jspec import tree
 from jspec.drafters.draft_model import draft_model as draft_model_drafter
 from jspec.drafters.eagle import eagle
 from jspec.drafters.medusa import medusa as medusa_drafter
 from jspec.drafters.mlp_speculator import mlp_speculator as mlp_speculator_drafter
+from jspec.speculation import tree
 from jspec.types import Committed
 from training import layers, lora
 from training.methods import draft_model, eagle1, medusa, medusa2, mlp_speculator

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from test_model_goldens import FAMILIES, PAGE_SIZE, family
 
-from jspec import cache, model, tree
 from jspec.config import ModelConfig
+from jspec.model import cache, transformer
+from jspec.model.rows import chain_mask, pack
 from training import layers
 
 T = 28
@@ -23,9 +24,9 @@ forward = quickly(layers.forward)
 
 @quickly
 def paged(params, config, token, pages, taps):
-  rows = tree.pack(jnp.ones((1, T), bool), T)
+  rows = pack(jnp.ones((1, T), bool), T)
   table = jnp.arange(pages.k[0].shape[0])[None]
-  hidden, features, _ = model.forward(params, config, token, tree.chain_mask(1, T), rows, pages,
+  hidden, features, _ = transformer.forward(params, config, token, chain_mask(1, T), rows, pages,
                                       table, jnp.zeros(1, jnp.int32), feature_layers=taps)
   return hidden, features
 
@@ -111,5 +112,5 @@ def test_a_tapped_state_is_the_input_of_its_layer(tmp_path):
   np.testing.assert_array_equal(features[..., :config.width], embedded)
   shallow = {**params, "layers": params["layers"][:1]}
   hidden, _ = forward(shallow, dataclasses.replace(config, num_layers=1), *args)
-  second = model.norm(features[..., config.width:], params["final_norm"], config, False)
+  second = transformer.norm(features[..., config.width:], params["final_norm"], config, False)
   np.testing.assert_allclose(second, hidden, atol=1e-5)

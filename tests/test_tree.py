@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import tree
+from jspec.model.rows import chain_mask, pack
+from jspec.speculation import tree
 from jspec.types import NO_PARENT
 
 SHAPES = [tree.chain(0), tree.chain(5), tree.from_widths((3, 2)), tree.from_widths((2, 2, 1)),
@@ -28,7 +29,7 @@ def test_ancestors_are_those_found_by_walking_up(parents):
 
 def test_chain_mask_is_the_ancestors_of_a_chain():
   parent = jnp.array([tree.chain(6)] * 2)
-  np.testing.assert_array_equal(tree.chain_mask(2, 7), tree.ancestors(parent, 6))
+  np.testing.assert_array_equal(chain_mask(2, 7), tree.ancestors(parent, 6))
 
 
 def test_from_paths_is_breadth_first_whatever_the_order():
@@ -57,7 +58,7 @@ def test_used_is_the_root_and_what_has_a_parent():
 @pytest.mark.parametrize("num_rows", [7, 8, 12])
 def test_pack_lists_the_kept_nodes_slot_by_slot(num_rows):
   keep = np.array([[1, 0, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1]], bool)
-  rows = tree.pack(jnp.array(keep), num_rows)
+  rows = pack(jnp.array(keep), num_rows)
   expected = [tuple(x) for x in np.argwhere(keep)]
   assert int(rows.valid.sum()) == len(expected)
   got = list(zip(np.array(rows.slot).tolist(), np.array(rows.node).tolist(), strict=True))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import tree, verify
+from jspec.speculation import tree, verify
 from jspec.types import NO_PARENT, DraftTree
 
 CHAIN, TREE = tree.chain(3), (NO_PARENT, 0, 0, 1, 2, 2)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import test_lossless_exact as exact
 
-from jspec import verify as rule
+from jspec.speculation import verify as rule
 from jspec.types import NO_PARENT, DraftTree
 
 V, NEVER = exact.V, 1 - 2**-53

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import tiny
 
-from jspec import step, tree, verify, verify_lossy
 from jspec.config import Verification
+from jspec.speculation import step, tree, verify, verify_lossy
 from jspec.types import NO_PARENT, DraftTree
 
 V, B, N = 6, 400, 7

@@ -10,12 +10,14 @@ import pytest
 from tiny_llm import greedy, tiny_llm, tiny_model
 
 import jspec
-from jspec import AsyncLLM, SamplingParams, hub, vllm_arguments
+from jspec import AsyncLLM, SamplingParams
+from jspec.checkpoints import hub
+from jspec.config import vllm_arguments
+from jspec.engine.metrics import Counter, Vector, metrics_of
 from jspec.llm import LLM
-from jspec.metrics import Counter, Vector, metrics_of
 from jspec.outputs import EngineStats, SpeculativeStats
-from jspec.prompt import Given, listed_prompts, read_prompt
 from jspec.sampling_params import shown
+from jspec.text.prompt import Given, listed_prompts, read_prompt
 
 SCRIPT = '''
 from vllm import LLM, SamplingParams

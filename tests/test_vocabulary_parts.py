@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import sampling
+from jspec.speculation import sampling
 
 
 @pytest.mark.parametrize("size", [12, 48, 50, 1024])

@@ -12,18 +12,17 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jspec.hf_config import model_config_from_hf
-from jspec.model import init_params
-from jspec.weights import (
+from jspec.checkpoints.hf_config import model_config_from_hf
+from jspec.checkpoints.weights import (
   WeightsError,
   build_params,
   checkpoint_shapes,
   hf_names,
   load_params,
-  param_shapes,
   safetensors_source,
   write_safetensors,
 )
+from jspec.model.params import init_params, param_shapes
 
 LLAMA = {"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3,
          "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}

@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 from tiny_cases import CASES, DRAFT, MAX_LEN, PAGE, TARGET, VOCAB, params_of, target_params
 
-from jspec import cache, step
-from jspec.attention import Attend
-from jspec.drafters.base import Drafter
+from jspec.engine.slot_sampling import empty_sampling
+from jspec.model import cache
+from jspec.model.attention import Attend
 from jspec.pallas import reference
-from jspec.plan import CostModel, StepConfig
-from jspec.slot_sampling import empty_sampling
+from jspec.speculation import step
+from jspec.speculation.drafter import Drafter
+from jspec.speculation.plan import CostModel, StepConfig
 from jspec.types import PAD_TOKEN, SlotRequest, Slots, SpecState
 
 __all__ = ["CASES", "DRAFT", "MAX_LEN", "PAGE", "TARGET", "VOCAB", "params_of", "target_params"]

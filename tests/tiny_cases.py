@@ -15,10 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec import medusa_choices, tree
-from jspec.attention import Attend
-from jspec.config import ModelConfig
-from jspec.drafters.base import Drafter
+from jspec.config import ModelConfig, draft_trees
 from jspec.drafters.combined import combine
 from jspec.drafters.draft_model import draft_model
 from jspec.drafters.eagle import eagle, eagle_dynamic
@@ -28,9 +25,12 @@ from jspec.drafters.mlp_speculator import mlp_speculator
 from jspec.drafters.ngram import ngram
 from jspec.drafters.none import none
 from jspec.drafters.suffix import suffix
-from jspec.head_config import EagleConfig, MedusaConfig, MlpSpeculatorConfig
-from jspec.model import init_params
+from jspec.heads.config import EagleConfig, MedusaConfig, MlpSpeculatorConfig
+from jspec.model.attention import Attend
+from jspec.model.params import init_params
 from jspec.pallas import reference
+from jspec.speculation import tree
+from jspec.speculation.drafter import Drafter
 from jspec.types import NO_PARENT, PAD_TOKEN, DraftTree
 
 VOCAB, PAGE, MAX_LEN = 12, 4, 96
@@ -107,7 +107,7 @@ def _eagle_case(config, head, shape, **options):
 
 
 def _chain(num_draft):
-  return tree.shape_of(medusa_choices.of_widths((1,) * num_draft))
+  return tree.shape_of(draft_trees.of_widths((1,) * num_draft))
 
 
 _draft_model = functools.cache(draft_model)
@@ -165,7 +165,7 @@ def random_trees(num_nodes: int, vocab_size: int) -> Drafter:
 MEDUSA = MedusaConfig(TARGET.width, VOCAB, num_heads=3)
 MEDUSA_SOME = dataclasses.replace(MEDUSA, draft_vocab_size=8)
 MLP = MlpSpeculatorConfig(TARGET.width, VOCAB, n_predict=3, inner_dim=16, scale_input=True)
-LINE = medusa_choices.of_widths((1, 1, 1))
+LINE = draft_trees.of_widths((1, 1, 1))
 BUSH = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
 
 
@@ -241,7 +241,7 @@ CASES: dict[str, Callable[..., tuple[Drafter, Any]]] = {  # (target, attend) -> 
     "mlp_speculator": _mlp_case(LINE),
     "mlp_speculator_sampled": _mlp_case(LINE, sampled=True, confidence=0.4),
     "mlp_speculator_tree_sampled": _mlp_case(BUSH, sampled=True),
-    "mlp_speculator_candidates": _mlp_case(medusa_choices.of_widths((3, 2, 2)), n_candidates=4),
+    "mlp_speculator_candidates": _mlp_case(draft_trees.of_widths((3, 2, 2)), n_candidates=4),
     "eagle": _eagle_case(EAGLE1, eagle1_head, _chain(3)),
     "eagle_confident": _eagle_case(EAGLE1, eagle1_head, _chain(4), confidence=0.5),
     "eagle_tree": _eagle_case(EAGLE1, eagle1_head, EAGLE_TREE),

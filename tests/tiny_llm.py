@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from tiny_tokenizers import EOS as EOS
 from tiny_tokenizers import TOKENIZERS, byte_tokenizer
 
+from jspec.checkpoints.hub import LoadedModel
 from jspec.config import ModelConfig
-from jspec.hub import LoadedModel
 from jspec.llm import LLM
-from jspec.model import init_params
+from jspec.model.params import init_params
 from jspec.sampling_params import SamplingParams
 
 # Compiler options that undo the flags of conftest.py.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from jspec.tokenizer import Tokenizer
+from jspec.text.tokenizer import Tokenizer
 
 SPECIAL = ("<|end|>", "<|user|>", "<|bot|>")
 EOS = 0

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from jspec.chat_template import render_chat
-from jspec.checks import parse_json
-from jspec.tokenizer import Tokenizer
+from jspec.config.checks import parse_json
+from jspec.text.chat_template import render_chat
+from jspec.text.tokenizer import Tokenizer
 from training.shards import Sequences, held_out, in_memory
 
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant",

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec import LLM, SamplingParams
+from jspec.checkpoints.hub import LoadedModel
 from jspec.config import ModelConfig
-from jspec.hub import LoadedModel
 from jspec.outputs import SpeculativeStats
 from training import terms
 from training.state import with_features

@@ -18,16 +18,17 @@ import ml_dtypes
 import numpy as np
 import safetensors.numpy
 
-from jspec import model
+from jspec.checkpoints.head_files import SCALE_ENDING, HeadFiles, join_scales
+from jspec.checkpoints.head_formats import head_layout
+from jspec.checkpoints.hf_config import model_config_from_hf
+from jspec.checkpoints.load_head import check_fit, check_tensors
+from jspec.checkpoints.torch_file import StoredTensor
+from jspec.checkpoints.weights import TensorSource, hf_norm_offset
+from jspec.checkpoints.weights import check_tensors as check_model_tensors
 from jspec.config import ModelConfig
-from jspec.head_config import EagleConfig, HeadConfig, MedusaConfig
-from jspec.head_files import SCALE_ENDING, HeadFiles, join_scales
-from jspec.head_formats import head_layout
-from jspec.heads import check_fit, check_tensors
-from jspec.hf_config import model_config_from_hf
-from jspec.torch_file import StoredTensor
-from jspec.weights import Path, TensorSource, hf_norm_offset
-from jspec.weights import check_tensors as check_model_tensors
+from jspec.heads.config import EagleConfig, HeadConfig, MedusaConfig
+from jspec.model import transformer
+from jspec.model.params import Path
 from training.export_formats import STYLES, Format, format_of, method_of, sayable
 
 DTYPES = ("bfloat16", "float32", "int8")  # of matrices; norms are float32 in every file
@@ -47,7 +48,7 @@ def export(folder: str | pathlib.Path, config: HeadConfig | ModelConfig, params:
   """Writes a head or a draft model as a folder that appears whole or not at all.
 
   Args:
-    config, params: as head_config.py documents them; of a draft model, model.py's.
+    config, params: as heads/config.py documents them; of a draft model, model/transformer.py's.
     target: whose head or draft it is. target_name: by which public loaders know it.
     style: one of STYLES[its method]; None: the first of them.
     dtype: of matrices and embeddings; "int8", a scale per row, is for style "compact" alone.
@@ -78,7 +79,7 @@ def without_copies(config: HeadConfig, params: Any, target: ModelConfig,
   """
   if target.final_soft_cap is not None or target.learned_positions or target.embed_scale != 1.0:
     return config, params
-  head = model.lm_head(target_params)
+  head = transformer.lm_head(target_params)
   if isinstance(config, MedusaConfig) and not config.shares_head and not config.draft_vocab_size:
     if all(_same(one["head"]["w"], head) for one in params["heads"]):
       return (dataclasses.replace(config, shares_head=True),

@@ -1,6 +1,6 @@
 """What the public checkpoint formats of heads and draft models say: config.json, and tensor names.
 
-The readers are jspec/head_formats.py and jspec/weights.py.
+The readers are jspec/checkpoints/head_formats.py and jspec/checkpoints/weights.py.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jspec.checkpoints.hf_config import SUPPORTED_GGUF_ARCHITECTURES, hf_config_from_model
+from jspec.checkpoints.weights import hf_names
 from jspec.config import ModelConfig
-from jspec.head_config import EagleConfig, HeadConfig, MedusaConfig, MlpSpeculatorConfig
-from jspec.hf_config import SUPPORTED_GGUF_ARCHITECTURES, hf_config_from_model
-from jspec.weights import Path, hf_names
+from jspec.heads.config import EagleConfig, HeadConfig, MedusaConfig, MlpSpeculatorConfig
+from jspec.model.params import Path
 
 # By method, the default first. "compact" is SpecForge's with less in it: no t2d, which d2t implies,
 # no lm_head that is the target's rows, and int8 where that is asked for.

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
+from jspec.checkpoints.hub import LoadedModel
+from jspec.cli.endings import ended
 from jspec.config import DTYPES
-from jspec.endings import ended
-from jspec.hub import LoadedModel
 from jspec.llm import LLM
 from jspec.outputs import raise_failure
 from jspec.sampling_params import SamplingParams
@@ -210,10 +210,9 @@ def _draw(seed: int, index: int, purpose: str) -> float:
   return int.from_bytes(digest[:6], "big") / 2**48
 
 
-def make_parser() -> argparse.ArgumentParser:
-  parser = argparse.ArgumentParser(
-      prog="python -m training.generate", description="Has the target answer prompts, to train "
-      "heads on its own text. Begun again on the same folder it goes on where it was.")
+def add_train_data_flags(parser: argparse.ArgumentParser) -> None:
+  parser.description = ("Has the target answer prompts, to train heads on its own text. Begun "
+                        "again on the same folder it goes on where it was.")
   add = parser.add_argument
   default = Options()
   add("--target", default=DEFAULT_TARGET, help="default: %(default)s")
@@ -242,11 +241,11 @@ def make_parser() -> argparse.ArgumentParser:
   add("--dtype", choices=("auto", *DTYPES), default=default.dtype)
   add("--skip-faulty-rows", action="store_true", help="rows that cannot be read, or that the chat "
       "template refuses, are counted and left out; else the first one ends the run")
-  return parser
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-  given = vars(make_parser().parse_args(arguments))
+def run_train_data(arguments: argparse.Namespace) -> int:
+  names = {"target", "prompts", "output", *(field.name for field in dataclasses.fields(Options))}
+  given = {name: value for name, value in vars(arguments).items() if name in names}
   target, files, folder = (given.pop(name) for name in ("target", "prompts", "output"))
 
   def run() -> int:
@@ -262,6 +261,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
   return ended("training.generate", run, f"interrupted; the same command goes on from {folder}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+  parser = argparse.ArgumentParser(prog="python -m training.generate")
+  add_train_data_flags(parser)
+  return run_train_data(parser.parse_args(arguments))
 
 
 if __name__ == "__main__":

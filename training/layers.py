@@ -1,4 +1,4 @@
-"""The transformer of jspec/model.py over whole rows of packed sequences, without pages.
+"""The transformer of jspec/model/transformer.py over whole rows of packed sequences, without pages.
 
 The same parameter tree and the same layers, but dense attention, which can be differentiated.
 """
@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jspec import model
 from jspec.config import ModelConfig
+from jspec.model import transformer
 
 Params = Any
 MASKED = -1e30  # finite, so that a row that sees nothing has no NaN in its gradient
@@ -42,7 +42,7 @@ def forward(
   """
   with jax.named_scope("embed"):
     x = embed(params, config, token, position)
-  angles = model.rope_angles(config, position.reshape(-1))
+  angles = transformer.rope_angles(config, position.reshape(-1))
   seen = {}
   for i, layer in enumerate(params["layers"]):
     if i in taps:
@@ -54,7 +54,7 @@ def forward(
       return block(layer, config, x, angles, attend)
 
     x = (jax.checkpoint(run) if checkpoint else run)(layer, x, angles[sliding])
-  hidden = model.norm(x, params["final_norm"], config, False)
+  hidden = transformer.norm(x, params["final_norm"], config, False)
   seen[config.num_layers] = hidden
   nothing = jnp.zeros((*x.shape[:2], 0), x.dtype)
   return hidden, jnp.concatenate([nothing, *(seen[k] for k in taps)], -1)
@@ -62,19 +62,19 @@ def forward(
 
 def embed(params: Params, config: ModelConfig, token: jax.Array, position: jax.Array) -> jax.Array:
   """[B, T] -> [B, T, E]."""
-  x = model.embed(params, config, token.reshape(-1), position.reshape(-1))
+  x = transformer.embed(params, config, token.reshape(-1), position.reshape(-1))
   return x.reshape(*token.shape, -1)
 
 
 def logits(params: Params, config: ModelConfig, hidden: jax.Array) -> jax.Array:
   """[B, T, E] -> f32[B, T, V]."""
-  out = model.logits(params, config, hidden.reshape(-1, hidden.shape[-1]))
+  out = transformer.logits(params, config, hidden.reshape(-1, hidden.shape[-1]))
   return out.reshape(*hidden.shape[:-1], -1)
 
 
 def dense(x: jax.Array, p: Params, dtype: Any = None) -> jax.Array:
-  """[..., in] -> [..., out]. dtype: of the result, see model.dense."""
-  return model.dense(x.reshape(-1, x.shape[-1]), p, False, dtype).reshape(*x.shape[:-1], -1)
+  """[..., in] -> [..., out]. dtype: of the result, see transformer.dense."""
+  return transformer.dense(x.reshape(-1, x.shape[-1]), p, False, dtype).reshape(*x.shape[:-1], -1)
 
 
 def block(layer: Params, config: ModelConfig, x: jax.Array, angles, attend: Attend,
@@ -82,26 +82,26 @@ def block(layer: Params, config: ModelConfig, x: jax.Array, angles, attend: Atte
   """One decoder layer on x [B, T, E].
 
   Args:
-    angles: of the rows' positions, as model.rope_angles has them for this kind of layer.
+    angles: of the rows' positions, as transformer.rope_angles has them for this kind of layer.
     attn_input: [B, T, any width], what q, k and v are computed from; by default x through the
       layer's attn_norm.
   """
   rows = x.shape[:2]
   with jax.named_scope("attention"):
-    y = model.norm(x, layer["attn_norm"], config, False) if attn_input is None else attn_input
+    y = transformer.norm(x, layer["attn_norm"], config, False) if attn_input is None else attn_input
     q, k, v = (dense(y, layer[name]) for name in "qkv")
-    q, k = (model.rotate_heads(a.reshape(-1, a.shape[-1]), layer.get(f"{name}_norm"), config,
+    q, k = (transformer.rotate_heads(a.reshape(-1, a.shape[-1]), layer.get(f"{name}_norm"), config,
                                angles, False) for a, name in ((q, "q"), (k, "k")))
     y = attend(*(a.reshape(*rows, -1, config.head_dim) for a in (q, k, v)))
     y = dense(y.reshape(*rows, -1), layer["o"])
     if config.post_norms:
-      y = model.norm(y, layer["attn_post_norm"], config, False)
+      y = transformer.norm(y, layer["attn_post_norm"], config, False)
     x = x + y
   with jax.named_scope("mlp"):
-    y = model.norm(x, layer["mlp_norm"], config, False)
-    y = model.mlp(y.reshape(-1, y.shape[-1]), layer, config, False).reshape(x.shape)
+    y = transformer.norm(x, layer["mlp_norm"], config, False)
+    y = transformer.mlp(y.reshape(-1, y.shape[-1]), layer, config, False).reshape(x.shape)
     if config.post_norms:
-      y = model.norm(y, layer["mlp_post_norm"], config, False)
+      y = transformer.norm(y, layer["mlp_post_norm"], config, False)
     return x + y
 
 

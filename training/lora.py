@@ -15,7 +15,7 @@ MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 def init(key: jax.Array, params: Params, rank: int) -> Params:
   """By layer and matrix, {a f32[in, rank], b f32[rank, out]}: b is 0, so that nothing changes yet.
 
-  params: of model.py; its embedding, lm_head, norms and biases have no adapters.
+  params: of model/transformer.py; its embedding, lm_head, norms and biases have no adapters.
   """
   def layer(i: int, p: Params) -> Params:
     return {name: adapter(jax.random.fold_in(jax.random.fold_in(key, i), j), p[name]["w"].shape)

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jspec import heads, hub
-from jspec.head_config import EagleConfig
-from jspec.weights import on_device
+from jspec.checkpoints import hub, load_head
+from jspec.heads.config import EagleConfig
+from jspec.model.params import on_device
 from training import shards
 from training.config import TrainConfig
 from training.export import differences
@@ -27,7 +27,7 @@ def start_from(config: TrainConfig, loaded: hub.LoadedModel) -> tuple[Any, Param
   if config.method == "draft_model":
     draft = hub.load_model(config.init_from, dtype="float32")
     return draft.config, draft.params
-  return heads.load_head(config.init_from, loaded.config, dtype="float32", progress=False,
+  return load_head.load_head(config.init_from, loaded.config, dtype="float32", progress=False,
                          put=on_device, method=METHODS[config.method].speculative_method)
 
 

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jspec.config import ModelConfig
-from jspec.sharding import param_shardings
+from jspec.model.sharding import param_shardings
 from training import layers
 from training.types import Batch, Method, Metrics, Params, value
 

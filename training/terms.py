@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec import model
+from jspec.model import transformer
 from training.types import Batch, Mean, Measured, Params
 
 
@@ -76,7 +76,7 @@ def number(counts: jax.Array) -> jax.Array:
 
 def lm_head(target_params: Params, target_id: np.ndarray | None = None) -> jax.Array:
   """f32[E, Vd], a copy of the target's, for a head to start from."""
-  return jnp.array(model.lm_head(target_params, target_id), jnp.float32)
+  return jnp.array(transformer.lm_head(target_params, target_id), jnp.float32)
 
 
 def hidden_of(batch: Batch) -> jax.Array:

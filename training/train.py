@@ -23,9 +23,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec import hub
+from jspec.checkpoints import hub
+from jspec.cli.endings import ended
 from jspec.config import ModelConfig
-from jspec.endings import ended
 from training import config as configuration
 from training import conversations, evaluate, metrics, shards, start, state
 from training.batches import Batches
@@ -335,20 +335,26 @@ def _check_finite(found: Metrics, step: int, latest: int | None) -> None:
                              "another output folder, with a lower learning rate or clip_norm")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-  parser = argparse.ArgumentParser(prog="python -m training.train", description=__doc__,
-                                   formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_train_flags(parser: argparse.ArgumentParser) -> None:
+  parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
   parser.add_argument("--config", required=True, help="a .py or .toml file, see training/configs")
   parser.add_argument("overrides", nargs="*", metavar="key=value",
                       help="such as steps=100 or optimizer.learning_rate=2e-4")
-  given = parser.parse_args(arguments)
 
+
+def run_train(given: argparse.Namespace) -> int:
   def run() -> int:
     train(configuration.load(given.config, given.overrides))
     return 0
 
   return ended("training.train", run, "interrupted; the same command goes on from here",
                (ValueError, FloatingPointError))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+  parser = argparse.ArgumentParser(prog="python -m training.train")
+  add_train_flags(parser)
+  return run_train(parser.parse_args(arguments))
 
 
 if __name__ == "__main__":

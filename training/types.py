@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jspec.config import ModelConfig
-from jspec.head_config import HeadConfig
+from jspec.heads.config import HeadConfig
 
 Params = Any  # a pytree of arrays
 Metrics = dict[str, jax.Array]  # by name; scalars
@@ -75,7 +75,7 @@ class Method(NamedTuple):
                   tuple[tuple[Mean, ...], dict[str, Measured]]]
   # (params, target params, batch) -> by depth, [B, T, Vd] given the text before
   logits: Callable[[Params, Params, Batch], tuple[jax.Array, ...]]
-  # (params, target params) -> the tree of head_config.py, or of model.py
+  # (params, target params) -> the tree of heads/config.py, or of model/transformer.py
   export: Callable[[Params, Params], Params]
   depth: int  # D, the drafts that `logits` tells of
   feature_layers: tuple[int, ...] = ()  # target hidden states that fill Batch.feature

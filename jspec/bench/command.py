@@ -10,18 +10,20 @@ import pathlib
 import sys
 from typing import Any
 
-from jspec import cli
 from jspec.bench import report
 from jspec.bench.datasets import Prompt, load_prompts
 from jspec.bench.hf import check_hf, hf_engines
 from jspec.bench.metrics import PLAIN, SPECULATIVE, summarise
 from jspec.bench.runner import Engine, llm_engine, make_groups, run_interleaved
+from jspec.cli import flags
+from jspec.cli.terminal import note
 from jspec.sampling_params import SamplingParams
-from jspec.terminal import note
 
 
 def add_bench_flags(parser: argparse.ArgumentParser) -> None:
-  """Prompts, runs and output; model, speculation and sampling flags are the CLI's own."""
+  """Prompts, runs and output, beside the flags of model, speculation and sampling."""
+  flags.add_engine_flags(parser)
+  flags.add_sampling_flags(parser, max_tokens=128)
   group = parser.add_argument_group("benchmark")
   group.add_argument("--dataset", type=pathlib.Path, action="append", default=[], metavar="FILE",
                      help="Spec-Bench question.jsonl, ShareGPT JSON, EditEval, or JSONL with "
@@ -43,15 +45,15 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_bench(arguments: argparse.Namespace) -> int:
-  params = cli.sampling_params(arguments)
+  params = flags.sampling_params(arguments)
   _check(arguments, params)
-  config, older = cli.speculation(arguments)
-  engine = {"max_num_seqs": arguments.batch_size, **cli.engine_arguments(arguments)}
+  config, older = flags.speculation(arguments)
+  engine = {"max_num_seqs": arguments.batch_size, **flags.engine_arguments(arguments)}
   prompts = load_prompts(arguments.dataset, arguments.limit_per_task, arguments.seed or 0,
                          arguments.tasks)
-  plain = cli.load_aloud(arguments.model, **engine)
+  plain = flags.load_aloud(arguments.model, **engine)
   revision = engine.pop("revision", None)  # the model is loaded now
-  speculative = cli.load_llm(plain.loaded, speculative_config=config, **older, **engine)
+  speculative = flags.load_llm(plain.loaded, speculative_config=config, **older, **engine)
   tasks, ids, skipped = _encode(plain, prompts, arguments.raw, arguments.max_tokens)
   if not ids:
     raise ValueError(f"no prompt leaves room for {arguments.max_tokens} tokens: raise "

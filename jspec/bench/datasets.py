@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from jspec.bench.prompts import BUILT_IN
-from jspec.checks import parse_json
+from jspec.config.checks import parse_json
 
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem",
             "humanities")  # Spec-Bench keeps MT-bench's categories apart

@@ -32,7 +32,7 @@ def hf_engines(name: str, dtype: str, cache_dir: str | None, end_ids: tuple[int,
   import torch
   import transformers
 
-  from jspec import hub  # here: it imports JAX
+  from jspec.checkpoints import hub  # here: it imports JAX
   torch.set_num_threads(cores())
   transformers.utils.logging.disable_progress_bar()
   files = hub.resolve(name, cache_dir, revision=revision)

@@ -7,7 +7,7 @@ import importlib.util
 
 from jspec.compile_check import chips, models
 from jspec.config import DTYPES, KV_DTYPES, ModelConfig
-from jspec.spec_config import DRAFTING
+from jspec.config.speculative import DRAFTING
 
 TP_SIZES = (1, 2, 4, 8)
 WHEELS = {  # platform -> (modules that must be there, what they are)

@@ -10,7 +10,7 @@ from typing import Any
 from jspec.compile_check import chips, models
 from jspec.compile_check.case import TP_SIZES, Case
 from jspec.config import DTYPES, KV_DTYPES
-from jspec.spec_config import DRAFTING
+from jspec.config.speculative import DRAFTING
 
 ALL_LAYERS = "all"
 

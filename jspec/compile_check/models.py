@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from jspec.config import ModelConfig, RopeScaling
-from jspec.head_config import EagleConfig, HeadConfig, MedusaConfig, MlpSpeculatorConfig
+from jspec.heads.config import EagleConfig, HeadConfig, MedusaConfig, MlpSpeculatorConfig
 
 _LLAMA3: dict[str, Any] = dict(
   family="llama", vocab_size=128256, head_dim=128, num_kv_heads=8, max_positions=131072,

@@ -15,22 +15,23 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jspec import attention, sharding, step
-from jspec import model as model_lib
 from jspec.build import drafter_setup
 from jspec.compile_check import chips, hlo, models
 from jspec.compile_check.case import Case, missing_compiler
 from jspec.compile_check.chips import Chip
 from jspec.config import EngineConfig, ModelConfig
-from jspec.device import initial_state
+from jspec.config.speculative import HEADS, SpeculativeConfig
+from jspec.config.speculative_parse import parse_speculative
 from jspec.drafters import DRAFTERS
-from jspec.engine import MAX_STEPS
-from jspec.head_config import HeadConfig
-from jspec.head_init import init_head
-from jspec.placement import place
+from jspec.engine.loop import MAX_STEPS
+from jspec.engine.placement import place
+from jspec.engine.programs import initial_state
+from jspec.heads.config import HeadConfig
+from jspec.heads.init import init_head
+from jspec.model import attention, sharding
+from jspec.model.params import init_params
 from jspec.sampling_params import MAX_LOGPROBS
-from jspec.spec_config import HEADS, SpeculativeConfig
-from jspec.spec_parse import parse_speculative
+from jspec.speculation import step
 
 # Without these libtpu asks the network who it is, locks itself and writes logs.
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_LOG_DIR": "disabled",
@@ -178,7 +179,7 @@ def _draft_model(case: Case) -> tuple[ModelConfig, Any, int]:
 def _param_shapes(config: ModelConfig, dtype: str) -> Any:
   """Shapes of a model's parameters."""
   return jax.eval_shape(
-      lambda: model_lib.init_params(jax.random.key(0), config, jnp.dtype(dtype)))
+      lambda: init_params(jax.random.key(0), config, jnp.dtype(dtype)))
 
 
 def _placed(shapes: Any, shardings: Any) -> Any:

@@ -16,7 +16,7 @@ from jspec.drafters import (
   none,
   suffix,
 )
-from jspec.drafters.base import Drafter, DrafterSetup
+from jspec.speculation.drafter import Drafter, DrafterSetup
 
 # name -> build(DrafterSetup) -> (Drafter, its parameters)
 DRAFTERS = {

@@ -11,9 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jspec import cache, tree
-from jspec.control import run_if
-from jspec.drafters.base import Drafter, Feed, root_only
+from jspec.model import cache
+from jspec.model.control import run_if
+from jspec.speculation import tree
+from jspec.speculation.drafter import Drafter, Feed, root_only
 from jspec.types import NO_PARENT, DraftTree
 
 

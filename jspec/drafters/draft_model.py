@@ -15,13 +15,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec import cache, model, sampling, tree
-from jspec.attention import Attend
 from jspec.config import ModelConfig
-from jspec.control import run_if
-from jspec.drafters.base import Drafter, DrafterSetup
-from jspec.drafting import confident, draft_law, draft_uniforms
+from jspec.drafters.draft_laws import confident, draft_law, draft_uniforms
+from jspec.model import cache, transformer
+from jspec.model.attention import Attend
+from jspec.model.control import run_if
+from jspec.model.rows import chain_mask, rows_of_all
 from jspec.pallas import reference
+from jspec.speculation import sampling, tree
+from jspec.speculation.drafter import Drafter, DrafterSetup
 from jspec.types import NO_PARENT, DraftTree, KVPages, Rows
 
 
@@ -65,11 +67,11 @@ def draft_model(config: ModelConfig, widths: tuple[int, ...], page_size: int, dt
   def run(params, token, mask, rows, pages, slots, length):
     # All but a tree's own levels are chains.
     is_chain = token.shape[1] != num_nodes or num_nodes == len(widths) + 1
-    return model.forward(params, config, token, mask, rows, pages, slots.page_table, length,
+    return transformer.forward(params, config, token, mask, rows, pages, slots.page_table, length,
                          attend=attend, is_chain=is_chain, bitwise=bitwise)
 
   def token_logits(params, hidden):
-    logits = model.logits(params, config, hidden, bitwise)
+    logits = transformer.logits(params, config, hidden, bitwise)
     if num_tokens == config.vocab_size:
       return logits
     return jnp.where(jnp.arange(config.vocab_size) < num_tokens, logits, -jnp.inf)
@@ -84,7 +86,7 @@ def draft_model(config: ModelConfig, widths: tuple[int, ...], page_size: int, dt
     behind = behind_of(state, slots)
     token = jnp.stack([jnp.where(behind, state.last[slots.index], root), root], 1)
     keep = jnp.stack([jnp.ones(b, bool), behind > 0], 1)
-    hidden, _, pages = run(params, token, tree.chain_mask(b, 2), tree.rows_of_all(keep),
+    hidden, _, pages = run(params, token, chain_mask(b, 2), rows_of_all(keep),
                            state.pages, slots, slots.length - behind)
     hidden = jnp.take_along_axis(hidden.reshape(b, 2, -1), behind[:, None, None], 1)[:, 0]
     return token_logits(params, hidden), pages
@@ -169,8 +171,8 @@ def draft_model(config: ModelConfig, widths: tuple[int, ...], page_size: int, dt
       token = jnp.concatenate([state.last[slots.index][:, None], committed.token], 1)
       token = jnp.where(late[:, None], token, jnp.roll(token, -1, 1))
       num = jnp.where(missing > 0, count + late, 0)
-      rows = tree.rows_of_all(jnp.arange(t + 1) < num[:, None])
-      return run(params, token, tree.chain_mask(b, t + 1), rows, pages, slots,
+      rows = rows_of_all(jnp.arange(t + 1) < num[:, None])
+      return run(params, token, chain_mask(b, t + 1), rows, pages, slots,
                  slots.length - late)[2]
 
     # One missing token waits for the next propose, unless a page ends; more are computed now.

@@ -14,14 +14,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec import cache, drafting, medusa_choices, model, sampling, tree
-from jspec.attention import Attend
-from jspec.config import ModelConfig
-from jspec.control import run_if
-from jspec.drafters.base import Drafter, DrafterSetup, load_head
-from jspec.eagle_head import make_head, one_row, rows_at
-from jspec.head_config import EagleConfig
+from jspec.config import ModelConfig, draft_trees
+from jspec.drafters import draft_laws
+from jspec.heads.config import EagleConfig
+from jspec.heads.eagle import make_head
+from jspec.model import cache, transformer
+from jspec.model.attention import Attend
+from jspec.model.control import run_if
+from jspec.model.rows import one_row, rows_at
 from jspec.pallas import reference
+from jspec.speculation import sampling, tree
+from jspec.speculation.drafter import Drafter, DrafterSetup, load_head
 from jspec.types import NO_PARENT, DraftTree, KVPages
 
 CHAIN_TOKENS, DYNAMIC_DEPTH = 3, 5  # where the configuration names no number
@@ -51,7 +54,7 @@ def eagle(config: EagleConfig, shape: tree.Shape, target: ModelConfig, page_size
   known = config.draft_vocab_size or config.vocab_size
   if max(shape.rank) >= known:
     raise ValueError(f"EAGLE tree: rank {max(shape.rank)} needs more than {known} draft tokens")
-  drafting.check_stop(confidence, shape)
+  draft_laws.check_stop(confidence, shape)
   head = make_head(config, target, attend, bitwise)
   depth, rank, parents = np.array(shape.depth), np.array(shape.rank), np.array(shape.parents)
   # By level, the nodes that have children: the others need no pass.
@@ -63,8 +66,8 @@ def eagle(config: EagleConfig, shape: tree.Shape, target: ModelConfig, page_size
     if not sampled:
       parts = config.layer.vocab_parts if config.has_head else target.vocab_parts
       return _in_target(params, sampling.top_k(logits, width, parts)[1]), None
-    u = drafting.draft_uniforms(slots.key, level, (logits.shape[1], width))
-    token, law = drafting.siblings(logits, slots.temperature, u)
+    u = draft_laws.draft_uniforms(slots.key, level, (logits.shape[1], width))
+    token, law = draft_laws.siblings(logits, slots.temperature, u)
     return _in_target(params, token), law
 
   def expand(params, level, slots, mask, draft: _Draft) -> _Draft:
@@ -85,10 +88,10 @@ def eagle(config: EagleConfig, shape: tree.Shape, target: ModelConfig, page_size
     of = np.searchsorted(nodes, parents[children])
     going = draft.reach == level
     if confidence > 0:
-      going &= drafting.confident(logits[:, 0], confidence)
+      going &= draft_laws.confident(logits[:, 0], confidence)
     q = draft.q
     if q is not None:
-      q = q.at[:, children].set(drafting.to_target(
+      q = q.at[:, children].set(draft_laws.to_target(
           law[:, of, rank[children]], params["head"].get("target_id"), config.vocab_size))
     return draft.replace(token=draft.token.at[:, children].set(token[:, of, rank[children]]), q=q,
                          feature=feature, reach=draft.reach + going, pages=pages)
@@ -203,7 +206,8 @@ def with_lm_head(config: EagleConfig, head, target_params):
   """The head with a copy of the target's lm_head rows, where it drafts from these."""
   if config.has_head or not config.draft_vocab_size:
     return config, head
-  w = jax.device_put(model.lm_head(target_params, head["target_id"]), head["fc"]["w"].sharding)
+  rows = transformer.lm_head(target_params, head["target_id"])
+  w = jax.device_put(rows, head["fc"]["w"].sharding)
   return dataclasses.replace(config, has_head=True), head | {"head": {"w": w}}
 
 
@@ -231,7 +235,7 @@ def _build(setup: DrafterSetup, method: str):
         bitwise=setup.bitwise, attend=setup.attend)
   else:
     num_tokens = num_tokens or CHAIN_TOKENS
-    shape = tree.shape_of(spec.tree_paths or medusa_choices.of_widths((1,) * num_tokens))
+    shape = tree.shape_of(spec.tree_paths or draft_trees.of_widths((1,) * num_tokens))
     drafter = eagle(config, shape, setup.target, setup.page_size, setup.kv_dtype, sampled=sampled,
                     confidence=spec.draft_confidence_threshold, bitwise=setup.bitwise,
                     attend=setup.attend)

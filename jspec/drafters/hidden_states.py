@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec import drafting
-from jspec.drafters.base import Drafter, DrafterSetup, root_only
+from jspec.drafters import text_pages
+from jspec.speculation.drafter import Drafter, DrafterSetup, root_only
 from jspec.types import Committed, Slots
 
 
@@ -32,7 +32,7 @@ def hidden_states(layers: tuple[int, ...], width: int, page_size: int) -> Drafte
 
   def observe(params, state, slots: Slots, committed: Committed):
     del params  # unused
-    at = drafting.committed_places(slots, committed, page_size)
+    at = text_pages.committed_places(slots, committed, page_size)
     bits = jax.lax.bitcast_convert_type(committed.feature.astype(jnp.bfloat16), jnp.uint16)
     return FeaturePages(state.bits.at[at].set(bits, mode="drop"))
 

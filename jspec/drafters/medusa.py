@@ -10,11 +10,12 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from jspec import drafting, medusa_choices, sampling, tree
-from jspec.config import ModelConfig
-from jspec.drafters.base import Drafter, DrafterSetup, load_head
-from jspec.head_config import MedusaConfig
-from jspec.medusa_head import head_logits, head_params, target_ids
+from jspec.config import ModelConfig, draft_trees
+from jspec.drafters import draft_laws
+from jspec.heads.config import MedusaConfig
+from jspec.heads.medusa import head_logits, head_params, target_ids
+from jspec.speculation import sampling, tree
+from jspec.speculation.drafter import Drafter, DrafterSetup, load_head
 from jspec.types import NO_PARENT, DraftTree
 
 
@@ -29,14 +30,14 @@ def medusa(config: MedusaConfig, shape: tree.Shape, target: ModelConfig, *, samp
       share the draws: they hang from different parents, of which at most one is accepted.
     confidence: a chain stops before the first token whose head is less sure than this.
   """
-  drafting.check_stop(confidence, shape)
+  draft_laws.check_stop(confidence, shape)
   num_nodes, depth, rank = shape.num_nodes, np.array(shape.depth), np.array(shape.rank)
 
   def by_rank(logits, width, level, slots):
     """The draft ids i32[B, width] in order, and the law of each, f32[B, width, Vd], if sampled."""
     if sampled:
-      u = drafting.draft_uniforms(slots.key, level, (1, width))
-      ids, laws = drafting.siblings(logits[:, None], slots.temperature, u)
+      u = draft_laws.draft_uniforms(slots.key, level, (1, width))
+      ids, laws = draft_laws.siblings(logits[:, None], slots.temperature, u)
       return ids[:, 0], laws[:, 0]
     return sampling.top_k(logits, width, target.vocab_parts if config.shares_head else 1)[1], None
 
@@ -52,10 +53,10 @@ def medusa(config: MedusaConfig, shape: tree.Shape, target: ModelConfig, *, samp
       ids, laws = by_rank(logits, int(rank[nodes].max()) + 1, level, slots)
       token = token.at[:, nodes].set(target_ids(params, ids)[:, rank[nodes]])
       if q_probs is not None:
-        laws = drafting.to_target(laws, params["head"].get("target_id"), config.vocab_size)
+        laws = draft_laws.to_target(laws, params["head"].get("target_id"), config.vocab_size)
         q_probs = q_probs.at[:, nodes].set(laws[:, rank[nodes]])
       if confidence:
-        going &= drafting.confident(logits, confidence)[:, None]
+        going &= draft_laws.confident(logits, confidence)[:, None]
         parent = parent.at[:, nodes].set(jnp.where(going, parent[:, nodes], NO_PARENT))
     return DraftTree(token, parent, q_probs), state
 
@@ -67,7 +68,7 @@ def medusa(config: MedusaConfig, shape: tree.Shape, target: ModelConfig, *, samp
 def build(setup: DrafterSetup):
   spec = setup.spec
   config, head = load_head(setup, "medusa")
-  shape = tree.shape_of(spec.tree_paths or medusa_choices.of_widths(
+  shape = tree.shape_of(spec.tree_paths or draft_trees.of_widths(
       (1,) * (spec.num_speculative_tokens or config.num_heads)))
   if shape.max_depth > config.num_heads:
     what = "the draft tree's depth " if spec.tree_paths else "num_speculative_tokens="

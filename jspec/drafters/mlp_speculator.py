@@ -13,11 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec import drafting, medusa_choices, model, sampling, tree
-from jspec.config import ModelConfig
-from jspec.drafters.base import Drafter, DrafterSetup, load_head
-from jspec.head_config import MlpSpeculatorConfig
+from jspec.config import ModelConfig, draft_trees
+from jspec.drafters import draft_laws
+from jspec.heads.config import MlpSpeculatorConfig
+from jspec.model import transformer
 from jspec.pallas.reference import tree_sum
+from jspec.speculation import sampling, tree
+from jspec.speculation.drafter import Drafter, DrafterSetup, load_head
 from jspec.types import NO_PARENT, DraftTree
 
 EPS = 1e-6  # of its norms
@@ -60,7 +62,7 @@ def mlp_speculator(config: MlpSpeculatorConfig, shape: tree.Shape, target: Model
     sampled: siblings are drawn without replacement.
     confidence: a chain stops before the first token whose head is less sure than this.
   """
-  drafting.check_stop(confidence, shape)
+  draft_laws.check_stop(confidence, shape)
   if n_candidates and sampled:
     raise ValueError(f"{n_candidates=} chooses tokens by their probability: they are no longer "
                      "drawn from q, so drafts must be greedy")
@@ -77,7 +79,8 @@ def mlp_speculator(config: MlpSpeculatorConfig, shape: tree.Shape, target: Model
     return x * jax.lax.rsqrt(total / x.shape[-1] + EPS)
 
   def product(x, p, dtype=None):  # [B, n, in] -> [B, n, out]
-    return model.dense(x.reshape(-1, x.shape[-1]), p, bitwise, dtype).reshape(*x.shape[:2], -1)
+    rows = transformer.dense(x.reshape(-1, x.shape[-1]), p, bitwise, dtype)
+    return rows.reshape(*x.shape[:2], -1)
 
   def advance(stage, state, token, source):
     """States [B, m, I] of tokens i32[B, m], from the states of their parents."""
@@ -90,8 +93,8 @@ def mlp_speculator(config: MlpSpeculatorConfig, shape: tree.Shape, target: Model
     """Tokens [B, m, width] after the nodes, and the law [B, m, width, V] that each was drawn from,
     or its log-probability [B, m, width] if it was not."""
     if sampled:
-      u = drafting.draft_uniforms(slots.key, level, (logits.shape[1], width))
-      return drafting.siblings(logits, slots.temperature, u)
+      u = draft_laws.draft_uniforms(slots.key, level, (logits.shape[1], width))
+      return draft_laws.siblings(logits, slots.temperature, u)
     best, token = sampling.top_k(logits, width)
     return token, best - jax.nn.logsumexp(logits, -1, keepdims=True)
 
@@ -115,7 +118,7 @@ def mlp_speculator(config: MlpSpeculatorConfig, shape: tree.Shape, target: Model
       carried = carried.at[:, level.nodes].set(new)
       token = token.at[:, level.nodes].set(drawn[:, level.row, level.rank])
       if confidence:
-        going &= drafting.confident(logits[:, 0], confidence)[:, None]
+        going &= draft_laws.confident(logits[:, 0], confidence)[:, None]
         parent = parent.at[:, level.nodes].set(
             jnp.where(going, parent[:, level.nodes], NO_PARENT))
     if n_candidates:
@@ -155,7 +158,7 @@ def build(setup: DrafterSetup):
   config, head = load_head(setup, "mlp_speculator")
   num_draft = spec.num_speculative_tokens or config.n_predict
   widths = config.top_k_tokens_per_head if spec.n_candidates else (1,) * num_draft
-  shape = tree.shape_of(spec.tree_paths or medusa_choices.of_widths(widths[:num_draft]))
+  shape = tree.shape_of(spec.tree_paths or draft_trees.of_widths(widths[:num_draft]))
   if max(num_draft, shape.max_depth) > config.n_predict:
     what = "the draft tree's depth " if spec.tree_paths else "num_speculative_tokens="
     raise ValueError(f"{what}{max(num_draft, shape.max_depth)} exceeds the {config.n_predict} "

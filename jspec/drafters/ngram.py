@@ -10,8 +10,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jspec.drafters.base import Drafter, DrafterSetup
-from jspec.drafting import append_text, init_text, text_of
+from jspec.drafters.text_pages import append_text, init_text, text_of
+from jspec.speculation.drafter import Drafter, DrafterSetup
 from jspec.types import NO_PARENT, PAD_TOKEN, DraftTree
 
 

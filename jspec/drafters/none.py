@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jspec.drafters.base import Drafter, DrafterSetup, root_only
+from jspec.speculation.drafter import Drafter, DrafterSetup, root_only
 
 
 def none() -> Drafter:

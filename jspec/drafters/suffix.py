@@ -21,9 +21,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.drafters.base import Drafter, DrafterSetup, Feed
-from jspec.drafting import append_text, init_text, text_of
-from jspec.suffix_store import SuffixStore
+from jspec.drafters.suffix_store import SuffixStore
+from jspec.drafters.text_pages import append_text, init_text, text_of
+from jspec.speculation.drafter import Drafter, DrafterSetup, Feed
 from jspec.types import NO_PARENT, PAD_TOKEN, DraftTree
 
 NUM_OCCURRENCES = 64

@@ -1,7 +1,7 @@
 """EAGLE-1 (Li et al. 2024): regression of the target's next feature, and its next-token law.
 
-Row t holds the head's entry t + 1 (see jspec/eagle_head.py): token t + 1 with feature t, from which
-it predicts feature t + 1, and by the target's lm_head token t + 2.
+Row t holds the head's entry t + 1 (jspec/heads/eagle.py): token t + 1 with feature t, from which it
+predicts feature t + 1, and by the target's lm_head token t + 2.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from jspec.config import ModelConfig
-from jspec.head_config import EagleConfig
-from jspec.head_init import init_head
+from jspec.heads.config import EagleConfig
+from jspec.heads.init import init_head
 from training import layers, terms
 from training.methods.eagle_layers import draft_layer, draft_layers, no_keys
 from training.types import Batch, Method, Params

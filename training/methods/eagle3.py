@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec import model
 from jspec.config import ModelConfig
-from jspec.head_config import EagleConfig
-from jspec.head_init import init_head
+from jspec.heads.config import EagleConfig
+from jspec.heads.init import init_head
+from jspec.model import transformer
 from training import layers, terms
 from training.methods.eagle_layers import draft_layer, draft_layers, no_keys
 from training.types import Batch, Mean, Measured, Method, Params
@@ -28,7 +28,7 @@ class Eagle3Options:
   steps: int = 3  # of training-time test: drafts this deep; EAGLE's own code takes 7
   step_decay: float = 0.8  # weight of step j is step_decay ** j
   num_layers: int = 1
-  feature_layers: tuple[int, ...] = ()  # (): (2, L // 2, L - 3), see head_config.py
+  feature_layers: tuple[int, ...] = ()  # (): (2, L // 2, L - 3), see heads/config.py
   fc_norm: bool = True  # EAGLE-3.1: a norm per tap before fc; taps of small models are ill-scaled
   norm_before_residual: bool = False
   norm_output: bool = False
@@ -142,12 +142,12 @@ def unroll(params: Params, target_params: Params, batch: Batch, config: EagleCon
     position = batch.position + 1 + j
     embedded = layers.embed(target_params, target, terms.shifted(batch.token, 1 + j), position)
     first = params["layers"][0]
-    normed = model.norm(feature, first["feature_norm"], layer, False)
-    embedded = model.norm(embedded.astype(feature.dtype), first["embed_norm"], layer, False)
+    normed = transformer.norm(feature, first["feature_norm"], layer, False)
+    embedded = transformer.norm(embedded.astype(feature.dtype), first["embed_norm"], layer, False)
     attn_input = jnp.concatenate([embedded, normed], -1)
     x = normed if config.norm_before_residual else feature
     x = draft_layers(params["layers"], layer, x, attn_input, position, batch, keys)
-    y = model.norm(x, params["final_norm"], layer, False)
+    y = transformer.norm(x, params["final_norm"], layer, False)
     out.append(y)
     feature = y if config.norm_output else x
   return out
@@ -160,7 +160,7 @@ def fuse(params: Params, feature: jax.Array | None, config: EagleConfig) -> jax.
   feature = feature.astype(params["fc"]["w"].dtype)
   if config.fc_norm:
     feature = jnp.concatenate([
-        model.norm(x, p, config.layer, False) for x, p in zip(
+        transformer.norm(x, p, config.layer, False) for x, p in zip(
             jnp.split(feature, config.num_taps, -1), params["fc_norm"], strict=True)], -1)
   return layers.dense(feature, params["fc"])
 

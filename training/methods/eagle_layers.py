@@ -6,8 +6,9 @@ import dataclasses
 
 import jax
 
-from jspec import model
 from jspec.config import ModelConfig
+from jspec.model import transformer
+from training.layers import attention, block
 from training.types import Batch, Params
 
 Keys = list[list[tuple[jax.Array, jax.Array]]]  # by layer and step, (k, v)
@@ -37,13 +38,13 @@ def draft_layers(layers: list[Params], config: ModelConfig, x: jax.Array, attn_i
     attn_input: what the first layer's q, k and v are computed from.
     position: i32[B, T], of this step's entries.
   """
-  angles = model.rope_angles(config, position.reshape(-1))[False]
+  angles = transformer.rope_angles(config, position.reshape(-1))[False]
   for i, p in enumerate(layers):
     def attend(q, k, v, steps=keys[i]):
       steps.append((k, v))
       (text_k, text_v), *later = steps
-      return layers.attention(q, text_k, text_v, batch.segment, batch.position, config,
+      return attention(q, text_k, text_v, batch.segment, batch.position, config,
                                    later=later)
 
-    x = layers.block(p, config, x, angles, attend, None if i else attn_input)
+    x = block(p, config, x, angles, attend, None if i else attn_input)
   return x

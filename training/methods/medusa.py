@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec import medusa_head
 from jspec.config import ModelConfig
-from jspec.head_config import MedusaConfig
+from jspec.heads import medusa as medusa_head
+from jspec.heads.config import MedusaConfig
 from training import terms
 from training.types import Batch, Mean, Measured, Method, Params
 

@@ -105,6 +105,6 @@ def heads_weight(options: Medusa2Options, step: jax.Array) -> jax.Array:
 
 
 def export_target(options: Medusa2Options, params: Params, target_params: Params) -> Params:
-  """The target as it was trained, a tree of model.py: the heads are good for this one only."""
+  """The target as it was trained, its parameter tree: the heads are good for this one only."""
   return lora.merge(target_params, params["target"], options.alpha) if options.rank else (
       params["target"])

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from jspec.config import ModelConfig
-from jspec.head_config import MlpSpeculatorConfig
-from jspec.head_init import init_head
+from jspec.heads.config import MlpSpeculatorConfig
+from jspec.heads.init import init_head
 from training import terms
 from training.layers import dense
 from training.types import Batch, Mean, Measured, Method, Params
