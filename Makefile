@@ -18,10 +18,10 @@ serve-demo: $(READY)  # a server on free ports answers over gRPC and over HTTP, 
 	$(BIN)/python scripts/serve_demo.py
 
 train-demo: $(READY)  # writes its own data, trains a small head, measures it on held-out prompts of that kind
-	$(BIN)/python -m training.generate --prompts training/configs/demo_prompts.jsonl \
+	$(BIN)/jspec train-data --prompts training/configs/demo_prompts.jsonl \
 	  --output runs/demo/data --features 2 15 27 30 --greedy-share 1 --batch-size 32 \
 	  --max-tokens 64 --max-prompt-tokens 96 --limit 160
-	$(BIN)/python -m training.train --config training/configs/demo.toml
+	$(BIN)/jspec train --config training/configs/demo.toml
 	$(BIN)/python scripts/head_report.py --dataset training/configs/demo_prompts.jsonl --held-out 0.1 \
 	  --head runs/demo/head/head --tokens 2 --limit-per-task 240 --max-tokens 64
 

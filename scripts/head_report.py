@@ -17,8 +17,8 @@ from jspec import LLM, SamplingParams
 from jspec.bench import metrics
 from jspec.bench.datasets import load_prompts
 from jspec.bench.runner import Result, llm_engine, make_groups, run_interleaved
-from training.conversations import Conversation
-from training.shards import held_out
+from jspec.training.data.conversations import Conversation
+from jspec.training.data.shards import held_out
 
 CHAT = ("mt_bench", "qa", "math_reasoning", "translation")  # tasks with little to copy
 

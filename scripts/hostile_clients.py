@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from serving.process import ServerProcess
+from jspec.serving.process import ServerProcess
 
 FILES = 256  # that the server may have open
 CONNECTIONS, CALLERS, EVERY = 400, 16, 0.2  # of an attack; seconds between the innocent's requests

@@ -25,10 +25,10 @@ import httpx
 
 from jspec.bench.datasets import load_prompts
 from jspec.bench.report import environment
-from serving import load_report
-from serving.load_client import GrpcDoor, HttpDoor, closed_loop, open_loop, watched
-from serving.load_workload import Lengths, Workload, arrivals
-from serving.process import ServerProcess
+from jspec.serving.load import report as load_report
+from jspec.serving.load.client import GrpcDoor, HttpDoor, closed_loop, open_loop, watched
+from jspec.serving.load.workload import Lengths, Workload, arrivals
+from jspec.serving.process import ServerProcess
 
 MODES = {"on": [], "off": ["--no-speculation"], "dynamic": ["--dynamic-speculation"]}
 

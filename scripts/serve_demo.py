@@ -12,8 +12,8 @@ import time
 import urllib.request
 from collections.abc import Iterator
 
-from serving.client import Client
-from serving.process import ServerProcess
+from jspec.serving.process import ServerProcess
+from jspec.serving.rpc.client import Client
 
 QUESTION = (pathlib.Path(__file__).parent / "demo_prompt.txt").read_text(encoding="utf-8").strip()
 MAX_TOKENS = 96

@@ -20,10 +20,10 @@ import optax
 from jspec import LLM, SamplingParams
 from jspec.bench.report import peak_memory_mib
 from jspec.checkpoints import hub
-from training import config as configuration
-from training import state
-from training.methods import METHODS, make_method
-from training.types import Batch
+from jspec.training import config as configuration
+from jspec.training import state
+from jspec.training.methods import METHODS, make_method
+from jspec.training.types import Batch
 
 
 def random_batch(rows: int, length: int, method, target, stored: bool) -> Batch:

@@ -165,7 +165,11 @@ def run_serve(arguments: argparse.Namespace) -> int:
   load = loader(arguments)
   _check_installed()
   # Here: what they import may be missing.
-  from serving import grpc_options, http_connections, http_front, http_server, server, service
+  from jspec.serving import server, service
+  from jspec.serving.http import connections as http_connections
+  from jspec.serving.http import front as http_front
+  from jspec.serving.http import server as http_server
+  from jspec.serving.rpc import options as grpc_options
   own = {"host": arguments.host, "tokens": keys, "ssl_certfile": arguments.ssl_certfile,
          "ssl_keyfile": arguments.ssl_keyfile}
   cors = http_front.Cors(arguments.allowed_origins, arguments.allow_credentials,
@@ -194,7 +198,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
   level = logging.getLevelName(arguments.log_level.upper())
   logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr,
                       level=max(level, logging.WARNING))
-  logging.getLogger("serving").setLevel(level)
+  logging.getLogger("jspec.serving").setLevel(level)
   return server.run(load, settings)
 
 

@@ -25,7 +25,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from jspec import AsyncLLM, RequestOutput, SamplingParams
-from serving.log_lines import Tally
+from jspec.serving.log_lines import Tally
 
 LOG = logging.getLogger(__name__)
 LABELS = ("model_name", "engine")

@@ -19,11 +19,13 @@ from collections.abc import Callable
 from typing import Any, NoReturn, Protocol
 
 from jspec import LLM, AsyncLLM, EngineDead, EngineStats
-from serving import file_limits, grpc_server, http_server
-from serving.http_server import reusable
-from serving.log_lines import fields
-from serving.metrics import Metrics
-from serving.service import Policy, Service, model_defaults
+from jspec.serving import file_limits
+from jspec.serving.http import server as http_server
+from jspec.serving.http.server import reusable
+from jspec.serving.log_lines import fields
+from jspec.serving.metrics import Metrics
+from jspec.serving.rpc import server as grpc_server
+from jspec.serving.service import Policy, Service, model_defaults
 
 LOG = logging.getLogger(__name__)
 STATISTICS_EVERY = 10.0  # seconds

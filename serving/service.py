@@ -10,8 +10,8 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
 from jspec import AsyncLLM, CompletionOutput, Logprob, RequestOutput, SamplingParams
-from serving.metrics import Metrics
-from serving.shares import Shares
+from jspec.serving.metrics import Metrics
+from jspec.serving.shares import Shares
 
 # What a model's generation_config.json sets for requests that don't say.
 MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

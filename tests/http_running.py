@@ -13,9 +13,9 @@ from typing import Any
 import httpx
 
 from jspec import LLM, AsyncLLM
-from serving import http_server
-from serving.metrics import Metrics
-from serving.service import Service
+from jspec.serving.http import server as http_server
+from jspec.serving.metrics import Metrics
+from jspec.serving.service import Service
 
 COMPLETIONS = "/v1/completions"
 MODEL = "tiny/ngram"  # a slash, as the names of Hugging Face have

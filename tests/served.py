@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from serving.grpc_server import Options, start
-from serving.metrics import Metrics
-from serving.service import Service
+from jspec.serving.metrics import Metrics
+from jspec.serving.rpc.server import Options, start
+from jspec.serving.service import Service
 
 NAME = "served"
 

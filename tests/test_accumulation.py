@@ -14,9 +14,9 @@ from tiny_cases import TARGET, target_params
 from training_cases import METHODS, ONE_OF_EACH, packed, params_of
 from training_checks import quickly
 
-from training import state
-from training.methods import make_method
-from training.methods.eagle3 import Eagle3Options
+from jspec.training import state
+from jspec.training.methods import make_method
+from jspec.training.methods.eagle3 import Eagle3Options
 
 
 def method_and_params(name: str):

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import pytest
 
-from training.checkpoints import About, CheckpointError, Checkpoints, check_same_run
+from jspec.training.checkpoints import About, CheckpointError, Checkpoints, check_same_run
 
 CONFIG = {"method": "eagle3", "optimizer": {"learning_rate": 1e-3, "betas": (0.9, 0.95)},
           "log": {"every": 10}}
@@ -174,7 +174,7 @@ def test_an_error_in_the_background_is_raised_by_the_next_call(tmp_path, monkeyp
     raise OSError("disk full")
 
   checkpoints = Checkpoints(tmp_path)
-  monkeypatch.setattr("training.checkpoints._size_and_sum", fail)
+  monkeypatch.setattr("jspec.training.checkpoints._size_and_sum", fail)
   checkpoints.save(1, make_state(1), ABOUT)
   with pytest.raises(OSError, match="disk full"):
     checkpoints.save(2, make_state(2), ABOUT)
@@ -278,7 +278,7 @@ def kill_while_it_writes(process, folder: pathlib.Path, writes: int, patience: f
 
 def test_a_run_killed_in_the_middle_of_writes_goes_on_to_the_same_losses(tmp_path):
   context = multiprocessing.get_context("forkserver")  # imports once, forks for every run
-  context.set_forkserver_preload(["jax", "optax", "training.checkpoints"])
+  context.set_forkserver_preload(["jax", "optax", "jspec.training.checkpoints"])
   folder, curve, rng = tmp_path / "killed", tmp_path / "killed.txt", random.Random(0)
   interrupted, latest = 0, 0
   while interrupted < 3 and latest < STEPS - 3:

@@ -8,7 +8,7 @@ import json
 import pytest
 from tiny_llm import EOS, byte_tokenizer
 
-from training.conversations import Conversation, encode, encode_all, read, split, told
+from jspec.training.data.conversations import Conversation, encode, encode_all, read, split, told
 
 USER, BOT = "user", "assistant"
 
@@ -186,7 +186,7 @@ def test_data_without_answers_is_refused():
   tokenizer = byte_tokenizer()
   asked, answered = (turn(USER, "a"),), (turn(USER, "a"), turn(BOT, "b"))
   with pytest.raises(ValueError, match="no assistant turns in p, q: generate answers first with "
-                     "python -m training.generate"):
+                     "jspec train-data"):
     encode_all([Conversation("q", asked), Conversation("p", asked)], tokenizer)
   both = encode_all([Conversation("q", asked), Conversation("p", answered)], tokenizer)
   assert both.source == ("q", "p") and not both.loss[both.span(0)].any()

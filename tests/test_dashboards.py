@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jspec import EngineStats, SpeculativeStats
 from jspec.engine.metrics import metrics_of
-from serving.metrics import Metrics
+from jspec.serving.metrics import Metrics
 
 DEPLOY = pathlib.Path(__file__).parent.parent / "serving/deploy"
 

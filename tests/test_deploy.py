@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from jspec.cli import main
-from serving import command
+from jspec.serving import command
 
 ROOT = pathlib.Path(__file__).parent.parent
 DEPLOY = ROOT / "serving/deploy"

@@ -175,7 +175,7 @@ def test_a_command_is_taken_by_the_parser(where, command, monkeypatch):
 
 @pytest.mark.parametrize("wrong", [
   "jspec serve --max-num-sequences-of-all 16", "make nothing", "jspec models inspekt x",
-  "python -m training.train --konfig x", "python scripts/head_report.py --dataset a --hed x"])
+  "jspec train --konfig x", "python scripts/head_report.py --dataset a --hed x"])
 def test_a_wrong_command_is_found(wrong, monkeypatch):
   with pytest.raises((AssertionError, SystemExit, pytest.fail.Exception)):
     parse(wrong, monkeypatch)

@@ -44,9 +44,9 @@ from jspec.drafters.mlp_speculator import mlp_speculator
 from jspec.heads.config import EagleConfig
 from jspec.heads.init import init_head
 from jspec.speculation import tree
+from jspec.training.export.formats import STYLES
+from jspec.training.export.write import export, quantise_rows, without_copies
 from jspec.types import Committed
-from training.export import export, quantise_rows, without_copies
-from training.export_formats import STYLES
 
 
 def config_of(folder) -> dict:

@@ -27,7 +27,7 @@ from export_cases import (
 )
 
 from jspec.checkpoints import load_head
-from training.export import export
+from jspec.training.export.write import export
 
 
 def replaced(config, **changes):

@@ -22,7 +22,7 @@ from jspec.bench import report
 from jspec.checkpoints import hub
 from jspec.cli import endings
 from jspec.engine import placement
-from serving import server
+from jspec.serving import server
 
 ROOT = pathlib.Path(__file__).parent.parent
 # Windows has none of these.
@@ -122,7 +122,7 @@ def test_nobody_is_told_to_install_another_project():
 
 
 @pytest.mark.parametrize("words", [
-  ("jspec", "generate", "hi"), ("training.train", "--config", "training/configs/demo.toml")])
+  ("jspec", "generate", "hi"), ("jspec", "train", "--config", "training/configs/demo.toml")])
 def test_ctrl_c_while_it_starts_is_one_sentence_and_130(words, tmp_path):
   """Here while jax is imported, which a file in its place makes take as long as it likes."""
   (tmp_path / "jax.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")

@@ -10,7 +10,7 @@ from tiny_llm import tiny_model
 from jspec.cli import flags as cli_flags
 from jspec.cli import main, parser
 from jspec.llm import LLM
-from serving import server
+from jspec.serving import server
 
 # Of vLLM's documentation: `vllm serve` 0.4 to 0.21, those that scripts and recipes use most.
 VLLM_FLAGS = """

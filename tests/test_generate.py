@@ -15,13 +15,14 @@ import numpy as np
 import pytest
 from tiny_llm import NAME, byte_tokenizer, tiny_model
 
+from jspec.cli.main import main
 from jspec.engine.request import Request
 from jspec.llm import LLM
 from jspec.sampling_params import SamplingParams
-from training import generate as module
-from training.conversations import Conversation
-from training.generate import Options, generate, main
-from training.shards import read_shards, shard_files
+from jspec.training import generate as module
+from jspec.training.data.conversations import Conversation
+from jspec.training.data.shards import read_shards, shard_files
+from jspec.training.generate import Options, generate
 
 WORDS = ["the cat", "on the hat", "abc abc", "he", "in", "and on", "er er er", "th", "an ant",
          "no one", "at", "i am here"]
@@ -160,7 +161,8 @@ def test_a_signal_leaves_what_is_answered(number, tmp_path, monkeypatch, capsys)
   monkeypatch.setattr(LLM, "as_completed", killed)
   before = signal.signal(number, signal.SIG_IGN)
   try:
-    assert main([*COMMAND, "--prompts", str(prompts), "--output", str(tmp_path / "out")]) == 130
+    assert main(["train-data", *COMMAND, "--prompts", str(prompts),
+                 "--output", str(tmp_path / "out")]) == 130
     assert signal.getsignal(number) == signal.SIG_IGN
   finally:
     signal.signal(number, before)
@@ -260,17 +262,17 @@ def test_the_command_answers_a_file_and_says_so(tmp_path, capsys):
           {"prompt": "x" * 40}]
   prompts.write_text("\n".join(map(json.dumps, rows)))
   command = [*COMMAND, "--prompts", str(prompts), "--output", str(tmp_path / "out")]
-  assert main(command) == 2
+  assert main(["train-data", *command]) == 2
   assert f"{prompts}:2: a prompt must be text" in capsys.readouterr().err
   command.append("--skip-faulty-rows")
   for answered, before in ((3, 0), (0, 3)):
-    assert main(command) == 0
+    assert main(["train-data", *command]) == 0
     said, told = capsys.readouterr()
     assert f"{answered} answers of " in said and f"{before} were there already" in said
     assert f"4 conversations; left out 1 faulty row; the first: {prompts}:2: " in told
     assert "left out 1 prompts of more than 28 tokens (max_prompt_tokens)" in told
   assert len(read_shards(tmp_path / "out")) == 3
-  assert main([*command, "--seed", "7"]) == 2
-  assert capsys.readouterr().err.startswith("training.generate: ")
-  assert main(["--prompts", str(tmp_path / "none"), "--output", "x"]) == 2
+  assert main(["train-data", *command, "--seed", "7"]) == 2
+  assert capsys.readouterr().err.startswith("jspec train-data: ")
+  assert main(["train-data", "--prompts", str(tmp_path / "none"), "--output", "x"]) == 2
   assert "none does not exist" in capsys.readouterr().err

@@ -11,8 +11,8 @@ from tiny_llm import OPTIONS, tiny_model
 
 from jspec import LLM, SamplingParams
 from jspec.speculation.plan import CostModel, StepConfig, plan
+from jspec.training import layers
 from jspec.types import NO_PARENT, DraftTree
-from training import layers
 
 LAYERS = [0, 1, 2]
 

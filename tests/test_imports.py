@@ -59,7 +59,6 @@ def name_of(path: pathlib.Path) -> str:
 GENERATED = ("jspec_pb2.py", "jspec_pb2_grpc.py")
 BESIDE = {str(path.relative_to(ROOT)): path for folder in ("training", "serving")
           for path in sorted((ROOT / folder).rglob("*.py")) if path.name not in GENERATED}
-SERVING = [name for name in BESIDE if name.startswith("serving/")]
 MODULES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 KERNELS = sorted(m for m in MODULES if m.startswith("pallas"))
 
@@ -111,6 +110,14 @@ def reachable(module: str) -> set[str]:
       seen.add(current)
       todo += imports(current, lazy=False)[0]
   return seen
+
+
+# The folders beside jspec/, which it has links to; what of jspec and of each other they may import.
+BESIDE_BELOW = {
+  "training": {"config", "text", "model", "heads", "checkpoints", "speculation", "types",
+               "outputs", "sampling_params", "cli", "llm", ""},
+  "serving": {"cli", ""},
+}
 
 
 def packages(module: str) -> set[str]:
@@ -212,19 +219,25 @@ def test_no_function_is_too_long():
   assert not long
 
 
-@pytest.mark.parametrize("name", SERVING)
-def test_serving_imports_public_names_of_jspec_and_never_jax(name):
+@pytest.mark.parametrize("name", BESIDE)
+def test_what_lies_beside_jspec_imports_what_it_may(name):
+  """`jspec` itself stands for its public names."""
+  folder = name.partition("/")[0]
   for node in ast.walk(ast.parse(BESIDE[name].read_text(encoding="utf-8"))):
     if isinstance(node, ast.Import):
-      assert not {a.name.partition(".")[0] for a in node.names} & {"jax", "jaxlib", "flax", "jspec"}
+      tops = {alias.name.partition(".")[0] for alias in node.names}
+      assert not {alias.name for alias in node.names if alias.name.startswith("jspec.")}
     elif isinstance(node, ast.ImportFrom):
-      top, _, deeper = str(node.module).partition(".")
-      assert top not in ("jax", "jaxlib", "flax"), node.module
-      if top == "jspec" and deeper:  # the command line's flags, for `jspec serve`
-        assert deeper.startswith("cli") and name.endswith("command.py"), node.module
-      elif top == "jspec":
-        public = {*jspec.__all__, "__version__"}
-        assert {a.name for a in node.names} <= public, name
+      tops = {str(node.module).partition(".")[0]}
+      package = str(node.module).removeprefix("jspec").lstrip(".").partition(".")[0]
+      names = {alias.name for alias in node.names}
+      if tops == {"jspec"} and package != folder and not (not package and names <= {folder}):
+        assert package in BESIDE_BELOW[folder], node.module
+        assert package or names <= {*jspec.__all__, "__version__", *BESIDE_BELOW[folder]}, names
+    else:
+      continue
+    assert folder != "serving" or not tops & {"jax", "jaxlib", "flax"}
+    assert not tops & {"serving", "training"}, "by one name: jspec.serving, jspec.training"
 
 
 def test_inference_does_without_training():

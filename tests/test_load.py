@@ -20,9 +20,9 @@ import pytest
 from tiny_llm import tiny_llm
 
 from jspec import AsyncLLM
-from scripts import load
-from serving import grpc_server, http_server, load_report
-from serving.load_client import (
+from jspec.serving.http import server as http_server
+from jspec.serving.load import report as load_report
+from jspec.serving.load.client import (
   GrpcDoor,
   HttpDoor,
   Progress,
@@ -32,9 +32,11 @@ from serving.load_client import (
   open_loop,
   totals,
 )
-from serving.load_workload import Lengths, Planned, Workload, arrivals
-from serving.metrics import Metrics
-from serving.service import Service
+from jspec.serving.load.workload import Lengths, Planned, Workload, arrivals
+from jspec.serving.metrics import Metrics
+from jspec.serving.rpc import server as grpc_server
+from jspec.serving.service import Service
+from scripts import load
 
 GOALS = load_report.Goals(ttft=0.5, tpot=0.15)
 REQUEST = Planned([{"role": "user", "content": "a b"}], 8, 0.0, 0, False)

@@ -15,7 +15,7 @@ import tiny_cases
 from jspec.heads import medusa as medusa_head
 from jspec.heads.config import MedusaConfig
 from jspec.model import sharding, transformer
-from training import layers
+from jspec.training import layers
 
 R, E, V = 5, 64, 1000
 CONFIG = dataclasses.replace(tiny_cases.TARGET, vocab_size=V, width=E)

@@ -25,11 +25,13 @@ from jspec import EngineDead, EngineStats, SpeculativeStats
 from jspec.cli import endings, main
 from jspec.cli import flags as cli_flags
 from jspec.engine import loop
-from serving import command, grpc_server, http_server, server
-from serving.client import Client
-from serving.log_lines import fields
-from serving.process import ServerProcess
-from serving.service import Policy
+from jspec.serving import command, server
+from jspec.serving.http import server as http_server
+from jspec.serving.log_lines import fields
+from jspec.serving.process import ServerProcess
+from jspec.serving.rpc import server as grpc_server
+from jspec.serving.rpc.client import Client
+from jspec.serving.service import Policy
 
 ROOT = pathlib.Path(__file__).parent.parent
 # The tiny model behind the real command: with room for answers that take a while, and with one

@@ -17,11 +17,12 @@ from tiny_llm import tiny_llm
 
 from jspec import QueueFull
 from jspec.cli import main
-from serving import command, http_calls
-from serving.auth import Tokens
-from serving.http_server import Options
-from serving.service import Policy
-from serving.shares import ShareFull, Shares
+from jspec.serving import command
+from jspec.serving.auth import Tokens
+from jspec.serving.http import calls as http_calls
+from jspec.serving.http.server import Options
+from jspec.serving.service import Policy
+from jspec.serving.shares import ShareFull, Shares
 
 FIELDS = {"model": MODEL, "prompt": "the cat", "max_tokens": 40, "ignore_eos": True}
 
@@ -152,13 +153,13 @@ def test_a_request_keeps_its_name_or_gets_one(served):
 
 
 def test_the_access_log_has_a_line_for_each_request_without_keys_and_texts(served, caplog):
-  caplog.set_level(logging.INFO, logger="serving.access")
+  caplog.set_level(logging.INFO, logger="jspec.serving.access")
   post(served, prompt="secret prompt", headers=[("X-Request-Id", "me")])
   post(served, path="/v1/none%0a?key=secret", headers=[("X-Request-Id", "me")])
   for path in ("/health", "/ping", "/metrics"):
     httpx.get(served.url + path, trust_env=False)
   served.wait_for(lambda: len(caplog.records) >= 2)
-  lines = [r.message for r in caplog.records if r.name == "serving.access"]
+  lines = [r.message for r in caplog.records if r.name == "jspec.serving.access"]
   assert len(lines) == 2
   seconds = r"seconds=\d+\.\d{3} request_id=me"
   assert re.fullmatch(rf"http client=127.0.0.1 method=POST path={COMPLETIONS} status=200 {seconds}",
@@ -169,7 +170,7 @@ def test_the_access_log_has_a_line_for_each_request_without_keys_and_texts(serve
   door = served.open()
   httpx.get(f"http://127.0.0.1:{door.port}/v1/models", trust_env=False)
   served.run(door.drain(0))
-  assert not [r for r in caplog.records if r.name == "serving.access"]
+  assert not [r for r in caplog.records if r.name == "jspec.serving.access"]
 
 
 def test_refusals_are_counted_by_status_and_reason(served, caplog):

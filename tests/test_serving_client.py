@@ -11,12 +11,12 @@ import grpc
 import pytest
 
 from jspec import EngineStats, SamplingParams, SpeculativeStats
-from serving import client_messages
-from serving import jspec_pb2 as pb
-from serving import jspec_pb2_grpc as pb_grpc
-from serving.client import TLS, AsyncClient, Client, Connection
-from serving.client_messages import sampling_message
-from serving.grpc_server import SERVICE
+from jspec.serving.rpc import client_messages
+from jspec.serving.rpc import jspec_pb2 as pb
+from jspec.serving.rpc import jspec_pb2_grpc as pb_grpc
+from jspec.serving.rpc.client import TLS, AsyncClient, Client, Connection
+from jspec.serving.rpc.client_messages import sampling_message
+from jspec.serving.rpc.server import SERVICE
 
 ANSWER = pb.GenerateReply(request_id="7", outputs=[{"text": "hi", "token_ids": [1, 2]}])
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
@@ -278,6 +278,6 @@ def test_a_connection_keeps_its_token_to_itself_and_its_limits():
 
 def test_the_client_needs_neither_jax_nor_jspec():
   code = ("import sys; sys.modules.update(dict.fromkeys(('jax', 'jspec', 'numpy', 'fastapi')));"
-          "import serving.client; print(serving.client.SERVICE)")
+          "import serving.rpc.client; print(serving.rpc.client.SERVICE)")
   shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
   assert shown.stdout.strip() == SERVICE

@@ -17,9 +17,9 @@ import pytest
 from http_running import COMPLETIONS, MODEL, Running, running
 from tiny_llm import tiny_llm
 
-from serving import file_limits, server
-from serving.http_connections import FAREWELLS, Limits
-from serving.http_server import Options
+from jspec.serving import file_limits, server
+from jspec.serving.http.connections import FAREWELLS, Limits
+from jspec.serving.http.server import Options
 
 REQUEST = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
 

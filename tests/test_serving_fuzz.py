@@ -9,11 +9,11 @@ import hypothesis.strategies as st
 import pytest
 from pydantic import ValidationError
 
-from serving.http_gate import to_json
-from serving.openai_api import CompletionRequest
-from serving.openai_chat import ChatRequest, DetokenizeRequest, Message, TokenizeRequest
-from serving.openai_errors import Refused, invalid
-from serving.openai_responses import ResponsesRequest
+from jspec.serving.http.gate import to_json
+from jspec.serving.openai.api import CompletionRequest
+from jspec.serving.openai.chat import ChatRequest, DetokenizeRequest, Message, TokenizeRequest
+from jspec.serving.openai.errors import Refused, invalid
+from jspec.serving.openai.responses import ResponsesRequest
 
 KINDS = [(CompletionRequest, {"prompt": "a"}), (DetokenizeRequest, {"tokens": [1]}),
          (ChatRequest, {"messages": [{"role": "user", "content": "a"}]}),

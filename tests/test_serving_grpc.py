@@ -19,8 +19,8 @@ from tiny_tokenizers import TOKENIZERS, continuation
 
 import jspec
 from jspec import AsyncLLM, SamplingParams
-from serving.client import AsyncClient, Client
-from serving.grpc_server import SERVICE
+from jspec.serving.rpc.client import AsyncClient, Client
+from jspec.serving.rpc.server import SERVICE
 
 PROMPT = "ab é日🎉 ab é日🎉"
 CHAT = [{"role": "user", "content": "an inn"}, {"role": "assistant", "content": "the"},

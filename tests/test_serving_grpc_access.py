@@ -24,11 +24,11 @@ from jspec import (
   RequestFailed,
   RequestOutput,
 )
-from serving import jspec_pb2 as pb
-from serving import jspec_pb2_grpc as pb_grpc
-from serving.auth import Tokens
-from serving.client import TLS, AsyncClient
-from serving.grpc_server import SERVICE, Options, start
+from jspec.serving.auth import Tokens
+from jspec.serving.rpc import jspec_pb2 as pb
+from jspec.serving.rpc import jspec_pb2_grpc as pb_grpc
+from jspec.serving.rpc.client import TLS, AsyncClient
+from jspec.serving.rpc.server import SERVICE, Options, start
 
 SERVING, NOT_SERVING = (health_pb2.HealthCheckResponse.SERVING,
                         health_pb2.HealthCheckResponse.NOT_SERVING)

@@ -13,10 +13,11 @@ import pytest
 from served import serve
 from test_serving_grpc_access import FakeEngine
 
-from serving import client, grpc_options
-from serving import jspec_pb2 as pb
-from serving import jspec_pb2_grpc as pb_grpc
-from serving.shares import Shares
+from jspec.serving.rpc import client
+from jspec.serving.rpc import jspec_pb2 as pb
+from jspec.serving.rpc import jspec_pb2_grpc as pb_grpc
+from jspec.serving.rpc import options as grpc_options
+from jspec.serving.shares import Shares
 
 HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))  # RFC 9113, 3.4
 
@@ -121,7 +122,7 @@ def test_calls_are_counted_logged_and_bounded_by_client(caplog):
   assert ("retry-after", "1") in tuple(full.trailing_metadata())
   assert counts == {("RESOURCE_EXHAUSTED", "client_queue_full"): 1,
                     ("INVALID_ARGUMENT", "invalid"): 1, ("UNAUTHENTICATED", "invalid_api_key"): 1}
-  lines = [r.message for r in caplog.records if r.name == "serving.access"]
+  lines = [r.message for r in caplog.records if r.name == "jspec.serving.access"]
   assert len(lines) == 5 and "secret" not in caplog.text
   assert lines[0].startswith("grpc client=127.0.0.1 method=GenerateUnary status=RESOURCE_EXHAUSTED")
 

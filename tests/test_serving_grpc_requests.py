@@ -12,13 +12,13 @@ from served import serve
 from tiny_llm import tiny_llm
 
 from jspec import AsyncLLM, SamplingParams
-from serving import jspec_pb2 as pb
-from serving import jspec_pb2_grpc as pb_grpc
-from serving.client import AsyncClient
-from serving.client_messages import sampling_message
-from serving.grpc_server import SERVICE
-from serving.params import conversation, sampling_params
-from serving.service import Conversation
+from jspec.serving.rpc import jspec_pb2 as pb
+from jspec.serving.rpc import jspec_pb2_grpc as pb_grpc
+from jspec.serving.rpc.client import AsyncClient
+from jspec.serving.rpc.client_messages import sampling_message
+from jspec.serving.rpc.messages import conversation, sampling_params
+from jspec.serving.rpc.server import SERVICE
+from jspec.serving.service import Conversation
 
 ROOT = pathlib.Path(__file__).parent.parent
 METHODS = pb.DESCRIPTOR.services_by_name["Jspec"].methods

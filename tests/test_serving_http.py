@@ -22,8 +22,8 @@ from tiny_llm import tiny_llm
 
 from jspec import RequestOutput
 from jspec.engine.request import Request
-from serving.http_server import Options
-from serving.service import Delta
+from jspec.serving.http.server import Options
+from jspec.serving.service import Delta
 
 USER = [{"role": "user", "content": "the cat"}]
 LONG = dict(prompt="the cat", temperature=0, max_tokens=80, ignore_eos=True)
@@ -188,7 +188,7 @@ def test_hundreds_of_idle_connections_stop_nobody(server):
 
 
 def test_a_body_that_does_not_come_is_given_up(server, monkeypatch):
-  monkeypatch.setattr("serving.http_server.BODY_TIMEOUT", 0.1)
+  monkeypatch.setattr("jspec.serving.http.server.BODY_TIMEOUT", 0.1)
   with another_door(server) as client, socket.create_connection(
       ("127.0.0.1", client.door.port), timeout=30) as late:
     late.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")

@@ -9,9 +9,9 @@ import pytest
 from http_running import COMPLETIONS, JSON, MODEL, Running, error_of, running
 from tiny_llm import tiny_llm
 
-from serving.openai_api import CompletionRequest
-from serving.openai_chat import ChatRequest, DetokenizeRequest, TokenizeRequest
-from serving.openai_responses import ResponsesRequest
+from jspec.serving.openai.api import CompletionRequest
+from jspec.serving.openai.chat import ChatRequest, DetokenizeRequest, TokenizeRequest
+from jspec.serving.openai.responses import ResponsesRequest
 
 USER = [{"role": "user", "content": "the cat"}]
 

@@ -12,7 +12,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tiny_llm import greedy, tiny_llm
 
-import serving.metrics
 from jspec import (
   AsyncLLM,
   CompletionOutput,
@@ -24,8 +23,9 @@ from jspec import (
   Timing,
 )
 from jspec.engine.metrics import metrics_of
-from serving.metrics import Metrics
-from serving.service import Service
+from jspec.serving import metrics
+from jspec.serving.metrics import Metrics
+from jspec.serving.service import Service
 
 # vLLM's documentation, "Production Metrics" and "Metrics" of its V1 engine: kind, labels beside
 # model_name and engine. What vLLM has for LoRA, CUDA graphs and the like has nothing to show here.
@@ -107,7 +107,7 @@ def snapshot(*lengths: int, done: str | None = None, first: float = 0.0, admitte
 @pytest.fixture
 def clock(monkeypatch) -> types.SimpleNamespace:
   now = types.SimpleNamespace(seconds=100.0)
-  monkeypatch.setattr(serving.metrics, "time",
+  monkeypatch.setattr(metrics, "time",
                       types.SimpleNamespace(perf_counter=lambda: now.seconds))
   return now
 

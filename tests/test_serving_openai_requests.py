@@ -9,12 +9,12 @@ import pytest
 from tiny_llm import byte_tokenizer
 
 from jspec import Logprob, SamplingParams
-from serving.openai_answers import ChatAnswer
-from serving.openai_api import MAX_CHOICES, CompletionRequest
-from serving.openai_chat import ChatRequest, DetokenizeRequest, TokenizeRequest
-from serving.openai_errors import MAX_MESSAGE, Refused, invalid, refusal
-from serving.openai_responses import ResponsesRequest
-from serving.service import Conversation
+from jspec.serving.openai.answers import ChatAnswer
+from jspec.serving.openai.api import MAX_CHOICES, CompletionRequest
+from jspec.serving.openai.chat import ChatRequest, DetokenizeRequest, TokenizeRequest
+from jspec.serving.openai.errors import MAX_MESSAGE, Refused, invalid, refusal
+from jspec.serving.openai.responses import ResponsesRequest
+from jspec.serving.service import Conversation
 
 TEXT = {"prompt": "a"}
 USER = {"messages": [{"role": "user", "content": "a"}]}

@@ -18,10 +18,11 @@ from tiny_llm import tiny_llm
 from jspec import AsyncLLM
 from jspec.checkpoints.hub import generation_defaults
 from jspec.cli import endings, main
-from serving import http_server, server
-from serving.client import AsyncClient
-from serving.http_front import Cors
-from serving.service import Policy, Service
+from jspec.serving import server
+from jspec.serving.http import server as http_server
+from jspec.serving.http.front import Cors
+from jspec.serving.rpc.client import AsyncClient
+from jspec.serving.service import Policy, Service
 
 USER = [{"role": "user", "content": "the cat"}]
 SITE = {"Origin": "https://chat.example.org"}

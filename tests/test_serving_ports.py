@@ -13,8 +13,8 @@ import pytest
 from served import serve
 from test_serving_grpc_access import FakeEngine
 
-from serving.http_server import reusable
-from serving.server import hold_port
+from jspec.serving.http.server import reusable
+from jspec.serving.server import hold_port
 
 HOST = "127.0.0.1"
 
@@ -52,7 +52,7 @@ def test_a_port_after_a_server_that_lingers_is_held_against_a_second_one():
 
 def test_a_process_that_was_killed_leaves_its_port_free():
   source = ("import asyncio, sys; from serving.server import hold_port\n"
-            "from serving.http_server import reusable\n"
+            "from serving.http.server import reusable\n"
             "s = hold_port('127.0.0.1', 0); reusable(s, True); s.listen()\n"
             "print(s.getsockname()[1], flush=True); c, _ = s.accept(); c.recv(1)\n")
   with subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE) as process:

@@ -6,9 +6,9 @@ import pytest
 from tiny_tokenizers import TOKENIZERS, byte_tokenizer
 
 from jspec import CompletionOutput, Logprob, RequestOutput, SamplingParams
-from serving.openai_answers import ChatAnswer, CompletionAnswer
-from serving.openai_api import Call
-from serving.service import Delta
+from jspec.serving.openai.answers import ChatAnswer, CompletionAnswer
+from jspec.serving.openai.api import Call
+from jspec.serving.service import Delta
 
 TOKENIZER = byte_tokenizer()
 GIVEN = "he é"  # four tokens: "he", a space, and the two halves of é

@@ -12,7 +12,7 @@ from http_running import MODEL, Running, error_of, running
 from tiny_llm import tiny_llm
 
 from jspec import RequestOutput, SamplingParams
-from serving.openai_responses import LOGPROBS
+from jspec.serving.openai.responses import LOGPROBS
 
 TALK = [{"role": "user", "content": "he"}, {"role": "assistant", "content": "hat"},
         {"role": "user", "content": "in"}]

@@ -15,7 +15,7 @@ def test_a_shipped_head_is_whole_small_and_has_a_card(name):
   folder = hub.resolve_head(name)
   assert sum(file.stat().st_size for file in folder.iterdir()) <= 12 * MEBIBYTE
   card = (folder / "README.md").read_text(encoding="utf-8")
-  for said in ("Licence", "Data", "tokens", "Acceptance", "python -m training.train"):
+  for said in ("Licence", "Data", "tokens", "Acceptance", "jspec train"):
     assert said in card, said
   assert load_head.detect_method(name) == name.rsplit("-", 1)[1]
 

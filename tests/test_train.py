@@ -18,13 +18,14 @@ from tiny_cases import TARGET, target_params
 from tiny_llm import tiny_model
 
 from jspec.checkpoints.load_head import load_head
-from training import config as configuration
-from training import evaluate, state, train
-from training.checkpoints import Checkpoints
-from training.config import DataConfig, TrainConfig
-from training.methods import METHODS, make_method
-from training.methods.eagle3 import Eagle3Options
-from training.types import Batch, Method
+from jspec.cli.main import main
+from jspec.training import config as configuration
+from jspec.training import evaluate, state, train
+from jspec.training.checkpoints import Checkpoints
+from jspec.training.config import DataConfig, TrainConfig
+from jspec.training.methods import METHODS, make_method
+from jspec.training.methods.eagle3 import Eagle3Options
+from jspec.training.types import Batch, Method
 
 OPTIONS = Eagle3Options(steps=2, feature_layers=TAPS, train_head=True)
 
@@ -277,12 +278,12 @@ def test_text_without_answers_is_refused(tmp_path):
 
 
 def test_the_command_says_what_is_wrong_in_one_line(tmp_path, capsys):
-  assert train.main(["--config", str(tmp_path / "none.toml")]) == 2
+  assert main(["train", "--config", str(tmp_path / "none.toml")]) == 2
   assert capsys.readouterr().err.count("\n") == 1
   path = tmp_path / "bad.toml"
   path.write_text('target = "x"\nmethod = "eagle3"\noutput = "y"\nsteps = 1\nstep = 2\n'
                   '[data]\nconversations = ["z"]\n')
-  assert train.main(["--config", str(path)]) == 2
+  assert main(["train", "--config", str(path)]) == 2
   assert "unknown key step" in capsys.readouterr().err
 
 

@@ -14,9 +14,9 @@ import numpy as np
 import optax
 import pytest
 
-from training import config as training_config
-from training.config import DataConfig, OptimizerConfig, TrainConfig, from_dict, load, to_dict
-from training.optimizer import make_optimizer, make_schedule
+from jspec.training import config as training_config
+from jspec.training.config import DataConfig, OptimizerConfig, TrainConfig, from_dict, load, to_dict
+from jspec.training.optimizer import make_optimizer, make_schedule
 
 TOML = """
 target = "smollm2-135m-instruct"
@@ -36,7 +36,7 @@ betas = [0.9, 0.99]
 rates = {fc = 2}
 """
 PY = """
-from training.config import *
+from jspec.training.config import *
 
 config = TrainConfig(
     target="smollm2-135m-instruct", method="eagle3", output="out", epochs=2,

@@ -15,9 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_llm import tiny_model
 
-from training import shards
-from training.batches import Batches
-from training.shards import Origin, Row, draft_vocabulary, fingerprint, read_shards, write_shard
+from jspec.training.data import shards
+from jspec.training.data.batches import Batches
+from jspec.training.data.shards import (
+  Origin,
+  Row,
+  draft_vocabulary,
+  fingerprint,
+  read_shards,
+  write_shard,
+)
 
 LAYERS, WIDTH = (5, 1, 8), 4
 

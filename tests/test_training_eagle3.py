@@ -12,10 +12,10 @@ import pytest
 import training_checks
 from tiny_cases import TARGET, VOCAB, target_params
 
-from training import layers
-from training.methods import eagle3
-from training.methods.eagle3 import Eagle3Options
-from training.types import Batch
+from jspec.training import layers
+from jspec.training.methods import eagle3
+from jspec.training.methods.eagle3 import Eagle3Options
+from jspec.training.types import Batch
 
 TARGET_ID = np.array([0, 1, 3, 4, 6, 7, 8, 10, 11], np.int32)
 TAPS = (0, 1, 2)

@@ -14,10 +14,10 @@ from tiny_cases import TARGET, target_params
 from training_cases import JOINT, KNOWN, METHODS, ONE_OF_EACH, B, T, loss_of, packed, params_of
 from training_checks import accuracies, check_gradient, quickly
 
-from training import layers, terms
-from training.methods import eagle1, medusa2
-from training.methods.eagle1 import Eagle1Options
-from training.types import Batch
+from jspec.training import layers, terms
+from jspec.training.methods import eagle1, medusa2
+from jspec.training.methods.eagle1 import Eagle1Options
+from jspec.training.types import Batch
 
 # ------------------------------------------------------------------ gradients
 

@@ -19,15 +19,15 @@ from jspec.drafters.eagle import eagle
 from jspec.drafters.medusa import medusa as medusa_drafter
 from jspec.drafters.mlp_speculator import mlp_speculator as mlp_speculator_drafter
 from jspec.speculation import tree
+from jspec.training import layers, lora
+from jspec.training.methods import draft_model, eagle1, medusa, medusa2, mlp_speculator
+from jspec.training.methods.draft_model import DraftModelOptions
+from jspec.training.methods.eagle1 import Eagle1Options
+from jspec.training.methods.medusa import MedusaOptions
+from jspec.training.methods.medusa2 import Medusa2Options
+from jspec.training.methods.mlp_speculator import MlpSpeculatorOptions
+from jspec.training.types import Batch
 from jspec.types import Committed
-from training import layers, lora
-from training.methods import draft_model, eagle1, medusa, medusa2, mlp_speculator
-from training.methods.draft_model import DraftModelOptions
-from training.methods.eagle1 import Eagle1Options
-from training.methods.medusa import MedusaOptions
-from training.methods.medusa2 import Medusa2Options
-from training.methods.mlp_speculator import MlpSpeculatorOptions
-from training.types import Batch
 
 # ------------------------------------------------------------------ the drafters themselves
 

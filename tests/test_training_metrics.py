@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from training import metrics, tensorboard
-from training.metrics import Log
+from jspec.training.log import metrics, tensorboard
+from jspec.training.log.metrics import Log
 
 
 def rows(folder):

@@ -14,7 +14,7 @@ from test_model_goldens import FAMILIES, PAGE_SIZE, family
 from jspec.config import ModelConfig
 from jspec.model import cache, transformer
 from jspec.model.rows import chain_mask, pack
-from training import layers
+from jspec.training import layers
 
 T = 28
 quickly = functools.partial(jax.jit, static_argnames=("config", "taps"),

@@ -11,13 +11,13 @@ import numpy as np
 from tiny_cases import TARGET, VOCAB, target_params
 from training_checks import quickly
 
-from training.methods import draft_model, eagle1, medusa, medusa2, mlp_speculator
-from training.methods.draft_model import DraftModelOptions
-from training.methods.eagle1 import Eagle1Options
-from training.methods.medusa import MedusaOptions
-from training.methods.medusa2 import Medusa2Options
-from training.methods.mlp_speculator import MlpSpeculatorOptions
-from training.types import Batch
+from jspec.training.methods import draft_model, eagle1, medusa, medusa2, mlp_speculator
+from jspec.training.methods.draft_model import DraftModelOptions
+from jspec.training.methods.eagle1 import Eagle1Options
+from jspec.training.methods.medusa import MedusaOptions
+from jspec.training.methods.medusa2 import Medusa2Options
+from jspec.training.methods.mlp_speculator import MlpSpeculatorOptions
+from jspec.training.types import Batch
 
 B, T, KNOWN = 2, 14, np.array([1, 2, 3, 5, 6, 8, 9, 11])
 JOINT = Medusa2Options(num_heads=2, rank=3, alpha=6.0, heads_weight=0.3)

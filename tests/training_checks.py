@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from training import layers
-from training.types import Batch, Method
+from jspec.training import layers
+from jspec.training.types import Batch, Method
 
 quickly = {"xla_backend_optimization_level": 0}
 

@@ -14,9 +14,9 @@ from jspec import LLM, SamplingParams
 from jspec.checkpoints.hub import LoadedModel
 from jspec.config import ModelConfig
 from jspec.outputs import SpeculativeStats
-from training import terms
-from training.state import with_features
-from training.types import Batch, Method, Params
+from jspec.training import terms
+from jspec.training.state import with_features
+from jspec.training.types import Batch, Method, Params
 
 TOP = 5
 

@@ -1,4 +1,4 @@
-"""python -m training.generate: the target answers prompts; text (and hidden states) to train on."""
+"""jspec train-data: the target answers prompts; text (and hidden states) to train on."""
 
 from __future__ import annotations
 
@@ -21,10 +21,17 @@ from jspec.config import DTYPES
 from jspec.llm import LLM
 from jspec.outputs import raise_failure
 from jspec.sampling_params import SamplingParams
-from training import conversations
-from training.conversations import Conversation
-from training.shards import Origin, Row, fingerprint, read_shards, shard_files, write_shard
-from training.stop_signals import stop_signals
+from jspec.training.data import conversations
+from jspec.training.data.conversations import Conversation
+from jspec.training.data.shards import (
+  Origin,
+  Row,
+  fingerprint,
+  read_shards,
+  shard_files,
+  write_shard,
+)
+from jspec.training.stop_signals import stop_signals
 
 DEFAULT_TARGET = "smollm2-135m-instruct"
 
@@ -168,7 +175,7 @@ def find_prompts(asked: Sequence[Conversation], llm: LLM, options: Options) -> l
 
 
 def _say(what: str) -> None:
-  print(f"training.generate: {what}", file=sys.stderr, flush=True)
+  print(f"jspec train-data: {what}", file=sys.stderr, flush=True)
 
 
 def _row(prompt: Prompt, answer: Any) -> Row:
@@ -260,14 +267,4 @@ def run_train_data(arguments: argparse.Namespace) -> int:
           f"({done.tokens / done.seconds:.0f} tokens/s), {done.before} were there already")
     return 0
 
-  return ended("training.generate", run, f"interrupted; the same command goes on from {folder}")
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-  parser = argparse.ArgumentParser(prog="python -m training.generate")
-  add_train_data_flags(parser)
-  return run_train_data(parser.parse_args(arguments))
-
-
-if __name__ == "__main__":
-  sys.exit(main())
+  return ended("jspec train-data", run, f"interrupted; the same command goes on from {folder}")

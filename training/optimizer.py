@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from training.config import OptimizerConfig
+from jspec.training.config import OptimizerConfig
 
 
 def make_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:

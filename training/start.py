@@ -11,13 +11,13 @@ import numpy as np
 from jspec.checkpoints import hub, load_head
 from jspec.heads.config import EagleConfig
 from jspec.model.params import on_device
-from training import shards
-from training.config import TrainConfig
-from training.export import differences
-from training.export_formats import sayable
-from training.methods import METHODS
-from training.shards import Sequences
-from training.types import Method, Params
+from jspec.training.config import TrainConfig
+from jspec.training.data import shards
+from jspec.training.data.shards import Sequences
+from jspec.training.export.formats import sayable
+from jspec.training.export.write import differences
+from jspec.training.methods import METHODS
+from jspec.training.types import Method, Params
 
 
 def start_from(config: TrainConfig, loaded: hub.LoadedModel) -> tuple[Any, Params] | None:

@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 from jspec.config import ModelConfig
 from jspec.model.sharding import param_shardings
-from training import layers
-from training.types import Batch, Method, Metrics, Params, value
+from jspec.training import layers
+from jspec.training.types import Batch, Method, Metrics, Params, value
 
 
 class TrainState(flax.struct.PyTreeNode):

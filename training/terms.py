@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.model import transformer
-from training.types import Batch, Mean, Measured, Params
+from jspec.training.types import Batch, Mean, Measured, Params
 
 
 def shifted(x: jax.Array, by: int) -> jax.Array:

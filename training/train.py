@@ -1,6 +1,6 @@
 """From a configuration to a trained, exported and measured head.
 
-  python -m training.train --config training/configs/eagle3_smollm2.py optimizer.learning_rate=2e-4
+  jspec train --config training/configs/eagle3_smollm2.py optimizer.learning_rate=2e-4
 
 Run again with the same configuration, it goes on from its last checkpoint.
 """
@@ -13,10 +13,9 @@ import hashlib
 import importlib.util
 import json
 import pathlib
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
@@ -26,18 +25,20 @@ import numpy as np
 from jspec.checkpoints import hub
 from jspec.cli.endings import ended
 from jspec.config import ModelConfig
-from training import config as configuration
-from training import conversations, evaluate, metrics, shards, start, state
-from training.batches import Batches
-from training.checkpoints import About, Checkpoints
-from training.config import TrainConfig
-from training.export import check_place, export, without_copies
-from training.export_formats import STYLES, format_of, sayable
-from training.methods import METHODS, make_method
-from training.optimizer import make_optimizer, make_schedule
-from training.shards import Sequences
-from training.stop_signals import stop_signals
-from training.types import Batch, Method, Metrics, Params
+from jspec.training import config as configuration
+from jspec.training import evaluate, start, state
+from jspec.training.checkpoints import About, Checkpoints
+from jspec.training.config import TrainConfig
+from jspec.training.data import conversations, shards
+from jspec.training.data.batches import Batches
+from jspec.training.data.shards import Sequences
+from jspec.training.export.formats import STYLES, format_of, sayable
+from jspec.training.export.write import check_place, export, without_copies
+from jspec.training.log import metrics
+from jspec.training.methods import METHODS, make_method
+from jspec.training.optimizer import make_optimizer, make_schedule
+from jspec.training.stop_signals import stop_signals
+from jspec.training.types import Batch, Method, Metrics, Params
 
 ENGINE_PROMPTS, ENGINE_TOKENS = 16, 64  # of the final measurement in the engine
 TEXT_PROMPT = 32  # tokens that a plain text's continuation is asked after
@@ -347,15 +348,5 @@ def run_train(given: argparse.Namespace) -> int:
     train(configuration.load(given.config, given.overrides))
     return 0
 
-  return ended("training.train", run, "interrupted; the same command goes on from here",
+  return ended("jspec train", run, "interrupted; the same command goes on from here",
                (ValueError, FloatingPointError))
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-  parser = argparse.ArgumentParser(prog="python -m training.train")
-  add_train_flags(parser)
-  return run_train(parser.parse_args(arguments))
-
-
-if __name__ == "__main__":
-  sys.exit(main())

@@ -27,15 +27,15 @@ COMMANDS = {
   "generate": Command("jspec.cli.generate", "continue or answer a prompt",
                       (vllm_arguments.ARGUMENTS,)),
   "chat": Command("jspec.cli.generate", "talk with the model", (vllm_arguments.ARGUMENTS,)),
-  "serve": Command("serving.command", "answer over gRPC and OpenAI-compatible HTTP",
+  "serve": Command("jspec.serving.command", "answer over gRPC and OpenAI-compatible HTTP",
                    (vllm_arguments.ARGUMENTS, vllm_arguments.SERVE)),
   "bench": Command("jspec.bench.command", "time plain against speculative decoding",
                    (vllm_arguments.ARGUMENTS,)),
   "compile-check": Command("jspec.compile_check.command",
                            "compile the step for a TPU or GPU that is not here"),
   "models": Command("jspec.cli.models", "list the models known by name"),
-  "train-data": Command("training.generate", "have the target answer prompts, to train heads on"),
-  "train": Command("training.train", "train a drafting head or a draft model"),
+  "train-data": Command("jspec.training.generate", "have the target answer prompts to train on"),
+  "train": Command("jspec.training.train", "train a drafting head or a draft model"),
 }
 
 

@@ -1,14 +1,14 @@
 """An EAGLE-3 head for SmolLM2-135M-Instruct: first one step of training-time test, then two.
 
 Its data is made first, see docs/training.md:
-  python -m training.generate --prompts PROMPTS --output runs/smollm2/data --features 2 15 27 30
+  jspec train-data --prompts PROMPTS --output runs/smollm2/data --features 2 15 27 30
 The second stage starts from the first one's head:
-  python -m training.train --config training/configs/eagle3_smollm2.py output=runs/smollm2/eagle3b \
+  jspec train --config training/configs/eagle3_smollm2.py output=runs/smollm2/eagle3b \
     init_from=runs/smollm2/eagle3/head options.steps=2 epochs=1.0 optimizer.learning_rate=5e-4
 The head that comes with jspec took other epochs and data.learn: its card has the commands.
 """
 
-from training.config import (
+from jspec.training.config import (
   CheckpointConfig,
   DataConfig,
   EvalConfig,

@@ -1,6 +1,6 @@
 """Medusa-1 heads for SmolLM2-135M-Instruct, on the data of eagle3_smollm2.py."""
 
-from training.config import (
+from jspec.training.config import (
   CheckpointConfig,
   DataConfig,
   EvalConfig,

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jspec.config import ModelConfig
-from training.methods import draft_model, eagle1, eagle3, medusa, medusa2, mlp_speculator
-from training.types import Method
+from jspec.training.methods import draft_model, eagle1, eagle3, medusa, medusa2, mlp_speculator
+from jspec.training.types import Method
 
 
 class Recipe(NamedTuple):

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from jspec.config import ModelConfig
-from training import layers, terms
-from training.types import Batch, Method, Params
+from jspec.training import layers, terms
+from jspec.training.types import Batch, Method, Params
 
 DIVERGENCES = ("forward", "reverse", "cross_entropy")
 

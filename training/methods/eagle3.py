@@ -16,9 +16,9 @@ from jspec.config import ModelConfig
 from jspec.heads.config import EagleConfig
 from jspec.heads.init import init_head
 from jspec.model import transformer
-from training import layers, terms
-from training.methods.eagle_layers import draft_layer, draft_layers, no_keys
-from training.types import Batch, Mean, Measured, Method, Params
+from jspec.training import layers, terms
+from jspec.training.methods.eagle_layers import draft_layer, draft_layers, no_keys
+from jspec.training.types import Batch, Mean, Measured, Method, Params
 
 
 @dataclasses.dataclass(frozen=True)

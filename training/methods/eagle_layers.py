@@ -8,8 +8,8 @@ import jax
 
 from jspec.config import ModelConfig
 from jspec.model import transformer
-from training.layers import attention, block
-from training.types import Batch, Params
+from jspec.training.layers import attention, block
+from jspec.training.types import Batch, Params
 
 Keys = list[list[tuple[jax.Array, jax.Array]]]  # by layer and step, (k, v)
 

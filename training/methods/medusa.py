@@ -11,8 +11,8 @@ import numpy as np
 from jspec.config import ModelConfig
 from jspec.heads import medusa as medusa_head
 from jspec.heads.config import MedusaConfig
-from training import terms
-from training.types import Batch, Mean, Measured, Method, Params
+from jspec.training import terms
+from jspec.training.types import Batch, Mean, Measured, Method, Params
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.config import ModelConfig
-from training import layers, lora, terms
-from training.methods import medusa
-from training.methods.medusa import MedusaOptions
-from training.types import Batch, Mean, Method, Params
+from jspec.training import layers, lora, terms
+from jspec.training.methods import medusa
+from jspec.training.methods.medusa import MedusaOptions
+from jspec.training.types import Batch, Mean, Method, Params
 
 RAMPS = ("constant", "sine")
 

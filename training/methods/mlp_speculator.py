@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jspec.config import ModelConfig
 from jspec.heads.config import MlpSpeculatorConfig
 from jspec.heads.init import init_head
-from training import terms
-from training.layers import dense
-from training.types import Batch, Mean, Measured, Method, Params
+from jspec.training import terms
+from jspec.training.layers import dense
+from jspec.training.types import Batch, Mean, Measured, Method, Params
 
 EPS = 1e-6  # of its norms
 
