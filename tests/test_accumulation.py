@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 
+import eagle3_batches as eagle3
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import test_training_eagle3 as eagle3
 from tiny_cases import TARGET, target_params
 from training_cases import METHODS, ONE_OF_EACH, packed, params_of
 from training_checks import quickly

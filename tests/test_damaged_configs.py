@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 
+import gguf_files
 import numpy as np
 import pytest
-import test_gguf
+from checkpoint_files import GEMMA, LLAMA, OPT
 from damaged import FEW, JSON, outcome
 from head_checkpoints import TARGET
 from hypothesis import given
 from hypothesis import strategies as st
-from test_weights import GEMMA, LLAMA, OPT
 
 from jspec.checkpoints import gguf, hub
 from jspec.checkpoints.head_files import HeadFiles, kind_of_head
@@ -210,7 +210,7 @@ def test_a_template_that_is_none_is_refused(tmp_path):
 
 def test_gguf_files_bring_sampling_defaults_too(tmp_path, monkeypatch):
   """Under llama.cpp's names, in float32: 0.6 is stored as 0.60000002384..."""
-  path = test_gguf.random_model(tmp_path / "m.gguf", "llama", ("output.weight",))[0]
+  path = gguf_files.random_model(tmp_path / "m.gguf", "llama", ("output.weight",))[0]
   file = gguf.read_gguf(path)
   said = {"temp": float(np.float32(0.6)), "top_k": 20, "penalty_repeat": float(np.float32(1.05))}
   metadata = {**file.metadata, **{f"general.sampling.{key}": x for key, x in said.items()}}

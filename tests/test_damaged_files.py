@@ -8,15 +8,15 @@ import pickle
 import struct
 import zipfile
 
+import gguf_files
 import head_checkpoints as hc
 import numpy as np
 import pytest
 import safetensors.numpy
-import test_gguf
+from checkpoint_files import CONFIG, LLAMA, random_tensors, save
 from damaged import FEW, JSON, outcome
 from hypothesis import given
 from hypothesis import strategies as st
-from test_weights import CONFIG, LLAMA, random_tensors, save
 
 from jspec.checkpoints import hub, load_head, torch_file, weights
 from jspec.checkpoints.gguf import gguf_config, read_gguf
@@ -175,7 +175,7 @@ def test_an_index_that_promises_what_a_file_lacks_is_refused(tmp_path):
 
 @functools.cache
 def gguf_bytes(folder):
-  path = test_gguf.random_model(folder / "whole.gguf", "llama", ("output.weight",))[0]
+  path = gguf_files.random_model(folder / "whole.gguf", "llama", ("output.weight",))[0]
   return path.read_bytes()
 
 
@@ -195,7 +195,7 @@ def test_any_gguf_header_is_read_or_refused(tmp_path_factory, data):
 @FEW
 @given(st.data())
 def test_any_gguf_metadata_is_a_model_and_a_tokenizer_or_a_sentence(tmp_path_factory, data):
-  file = read_gguf(test_gguf.random_model(
+  file = read_gguf(gguf_files.random_model(
       tmp_path_factory.mktemp("metadata") / "m.gguf", "llama", ("output.weight",))[0])
   keys = [*file.metadata, "llama.rope.freq_base", "llama.rope.scaling.factor",
           "llama.rope.scaling.type", "llama.attention.key_length", "tokenizer.ggml.model",
@@ -232,7 +232,7 @@ def test_a_damaged_gguf_header_says_so(key, kind, value, message, tmp_path):
   ("block_count", 2**40, "llama.block_count must be in 1..10000, got 1099511627776"),
 ])
 def test_damaged_gguf_metadata_is_named(key, value, message, tmp_path):
-  file = read_gguf(test_gguf.random_model(tmp_path / "m.gguf", "llama")[0])
+  file = read_gguf(gguf_files.random_model(tmp_path / "m.gguf", "llama")[0])
   with pytest.raises(ValueError, match=message):
     gguf_config(file._replace(metadata={**file.metadata, f"llama.{key}": value}))
 

@@ -5,23 +5,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from golden_models import FAMILIES, GOLDENS, PAGE_SIZE, family
 
 from jspec.checkpoints import hub
-from jspec.checkpoints.hf_config import model_config_from_hf
-from jspec.checkpoints.weights import load_params, write_safetensors
 from jspec.model import cache, transformer
 from jspec.model.rows import pack
-
-GOLDENS = pathlib.Path(__file__).parent / "goldens"
-FAMILIES = ("llama_tied", "llama_untied", "mistral", "qwen2", "qwen2_window", "qwen3", "gemma3",
-            "opt")
-PAGE_SIZE = 16
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -44,17 +37,6 @@ def sequence_logits(params, config, ids, chunk, capacity=64) -> np.ndarray:
     logits, pages = _chunk_logits(params, config, part, pages, jnp.array([i * chunk]))
     out.append(np.asarray(logits))
   return np.concatenate(out)[:len(ids)]
-
-
-def family(name, folder):
-  """Config, parameters (through a safetensors file), ids and golden logits of a tiny model."""
-  with np.load(GOLDENS / "families.npz") as file:
-    arrays = {key.removeprefix(f"{name}/"): file[key] for key in file if key.startswith(f"{name}/")}
-  config = model_config_from_hf(json.loads(str(arrays["config"])))
-  weights = {key[2:]: value for key, value in arrays.items() if key.startswith("w/")}
-  write_safetensors(folder / "model.safetensors",
-                    {key: value.shape for key, value in weights.items()}, weights.__getitem__)
-  return config, load_params(folder, config), arrays["ids"], arrays["logits"]
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -13,12 +13,12 @@ import itertools
 import types
 from unittest import mock
 
+import exact_block as block
+import exact_law as exact
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_lossless_exact as exact
-import test_verify_block as block
 
 from jspec.config import Verification
 from jspec.engine.slot_sampling import empty_sampling

@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import socket
 import subprocess
-import types
 
 import grpc
 import pytest
+from fake_engine import FakeEngine
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
   ProtoReflectionDescriptorDatabase,
@@ -17,12 +17,9 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 from served import serve
 
 from jspec import (
-  CompletionOutput,
   Draining,
   EngineDead,
-  EngineStats,
   RequestFailed,
-  RequestOutput,
 )
 from jspec.serving.auth import Tokens
 from jspec.serving.rpc import jspec_pb2 as pb
@@ -32,34 +29,6 @@ from jspec.serving.rpc.server import SERVICE, Options, start
 
 SERVING, NOT_SERVING = (health_pb2.HealthCheckResponse.SERVING,
                         health_pb2.HealthCheckResponse.NOT_SERVING)
-
-
-class FakeEngine:
-  """Answers "ab", its b after `go` was set; or raises `error`."""
-
-  def __init__(self):
-    self.llm = types.SimpleNamespace(max_model_len=96, get_metrics=list)
-    self.is_healthy = True
-    self.error: Exception | None = None
-    self.go = asyncio.Event()
-    self.left = 0  # requests that ended before their b
-
-  def stats(self):
-    return EngineStats()
-
-  async def generate(self, prompt, params, *, request_id, priority, cache_salt, admit, queued):
-    if self.error:
-      raise self.error
-    if queued:
-      queued()
-    yield RequestOutput(request_id, prompt, (1,), (CompletionOutput(0, "a", (3,)),))
-    try:
-      await self.go.wait()
-    except asyncio.CancelledError:
-      self.left += 1
-      raise
-    done = CompletionOutput(0, "ab", (3, 4), "length")
-    yield RequestOutput(request_id, prompt, (1,), (done,), finished=True)
 
 
 def run(scenario, **options):

@@ -10,8 +10,8 @@ import pathlib
 
 import grpc
 import pytest
+from fake_engine import FakeEngine
 from served import serve
-from test_serving_grpc_access import FakeEngine
 
 from jspec.serving.rpc import client
 from jspec.serving.rpc import jspec_pb2 as pb

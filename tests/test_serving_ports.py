@@ -10,8 +10,8 @@ import sys
 
 import grpc
 import pytest
+from fake_engine import FakeEngine
 from served import serve
-from test_serving_grpc_access import FakeEngine
 
 from jspec.serving.http.server import reusable
 from jspec.serving.server import hold_port

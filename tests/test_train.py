@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from test_training_eagle3 import TAPS, TARGET_ID, packed_batch
+from eagle3_batches import TAPS, TARGET_ID, packed_batch
 from tiny_cases import TARGET, target_params
 from tiny_llm import tiny_model
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_model_goldens import FAMILIES, PAGE_SIZE, family
+from golden_models import FAMILIES, PAGE_SIZE, family
 
 from jspec.config import ModelConfig
 from jspec.model import cache, transformer

@@ -18,9 +18,9 @@ def main() -> None:
   address, index = sys.argv[1:]
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
   jax.distributed.initialize(address, num_processes=2, process_id=int(index))
-  import test_sharding  # computes on devices: after the processes know each other
+  import sharded  # computes on devices: after the processes know each other
 
-  got, _ = test_sharding.answers("ngram", 4, max_tokens=6)
+  got, _ = sharded.answers("ngram", 4, max_tokens=6)
   print([list(answer.token_ids) for answer in got])
 
 
