@@ -1,62 +1,35 @@
-"""What gpu_check.py and tpu_check.py share: arguments, time budget, report, and the order of parts.
+"""Checks every attention kernel on this machine's GPU or TPU and measures what speculation needs.
 
-The report is rewritten after each part, so that a run cut short still leaves what it had found.
+  python scripts/device_check.py --platform gpu --output report.json
+
+In under six minutes: each kernel against the reference, with NaN wherever it must not look; the
+bandwidth of decode attention as a share of a copy's; the cost v(T)/v(1) of verifying T tokens at
+Llama-3.1-8B's shapes; the embedded model with and without speculation. Exit status 1 if a kernel
+disagrees or anything breaks, 2 without the device. The report is rewritten after each part, so that
+a run cut short still leaves what it had found. Not run on a TPU yet: tested with --cpu-smoke.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import pathlib
 import platform as host
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+ROOT = pathlib.Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/support")]  # the parts, and the kernels' cases
 
-@dataclasses.dataclass(frozen=True)
-class Setup:
-  """What a part needs to know."""
-
-  platform: str  # "gpu" | "tpu": whose kernels
-  smoke: bool  # tiny shapes, kernels interpreted, on CPU
-  quick: bool
-  model: str
-  layers: int  # of Llama-3.1-8B, whose whole depth takes long to compile
-
-  def attend(self, backend: str) -> Callable:
-    from jspec.model import attention
-    return attention.choose("cpu" if self.smoke else self.platform, backend, interpret=self.smoke)
-
-  def backends(self) -> tuple[str, ...]:
-    """In order of preference. Mosaic GPU's interpreter takes minutes even for tiny shapes."""
-    from jspec.model import attention
-    names = attention.PREFERENCE[self.platform]
-    return tuple(n for n in names if n != "mosaic_gpu") if self.smoke else names
+from scripts.device.part import Clock, Setup, say  # noqa: E402
 
 
-class Clock:
-  """The time that is left for a part. Says what it had no time for."""
-
-  def __init__(self, seconds: float):
-    self.end, self.dropped = time.monotonic() + seconds, list[str]()
-
-  def each(self, items: Iterable[Any], name: Callable[[Any], str]) -> Iterator[Any]:
-    for item in items:
-      if time.monotonic() < self.end:
-        yield item
-      else:
-        self.dropped.append(name(item))
-
-
-def say(text: str) -> None:
-  print(text, flush=True)
-
-
-def main(platform: str, doc: str, argv: list[str] | None = None) -> int:
-  parser = argparse.ArgumentParser(description=doc)
+def main(argv: list[str] | None = None) -> int:
+  parser = argparse.ArgumentParser(description=__doc__,
+                                   formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument("--platform", choices=("gpu", "tpu"), required=True)
   parser.add_argument("--output", type=pathlib.Path, required=True, help="the JSON file to write")
   parser.add_argument("--quick", action="store_true", help="fewer cases of everything")
   parser.add_argument("--budget-seconds", type=float, default=330,
@@ -73,14 +46,14 @@ def main(platform: str, doc: str, argv: list[str] | None = None) -> int:
   import jax
   import jaxlib
 
-  from scripts import device_kernels, device_speed, device_text
-  if not args.cpu_smoke and jax.default_backend() != platform:
-    say(f"this needs a {platform}; jax has found only {jax.devices()}")
+  from scripts.device import kernels, speed, text
+  if not args.cpu_smoke and jax.default_backend() != args.platform:
+    say(f"this needs a {args.platform}; jax has found only {jax.devices()}")
     return 2
-  setup = Setup(platform, args.cpu_smoke, args.quick, args.model, 2 if args.cpu_smoke else
+  setup = Setup(args.platform, args.cpu_smoke, args.quick, args.model, 2 if args.cpu_smoke else
                 args.layers)
   report: dict[str, Any] = {
-      "platform": platform, "device": jax.devices()[0].device_kind, "smoke": args.cpu_smoke,
+      "platform": args.platform, "device": jax.devices()[0].device_kind, "smoke": args.cpu_smoke,
       "arguments": {k: str(v) for k, v in vars(args).items()},
       "versions": {"python": host.python_version(), "jax": jax.__version__,
                    "jaxlib": jaxlib.__version__,
@@ -88,10 +61,10 @@ def main(platform: str, doc: str, argv: list[str] | None = None) -> int:
       "failures": [], "dropped": []}
   say(f"{report['device']}, jax {jax.__version__}")
   parts = (  # and the share of the budget that is gone when each must end
-      ("kernels", device_kernels.kernels, 0.4),
-      ("attention_bandwidth", device_speed.attention_bandwidth, 0.6),
-      ("verification_cost", device_speed.verification_cost, 0.8),
-      ("speculation", device_text.speculation, 1.0))
+      ("kernels", kernels.kernels, 0.4),
+      ("attention_bandwidth", speed.attention_bandwidth, 0.6),
+      ("verification_cost", speed.verification_cost, 0.8),
+      ("speculation", text.speculation, 1.0))
   for name, part, share in parts:
     say(f"-- {name}, {time.monotonic() - start:.0f} s")
     clock = Clock(share * args.budget_seconds - (time.monotonic() - start))
@@ -105,10 +78,14 @@ def main(platform: str, doc: str, argv: list[str] | None = None) -> int:
     report["dropped"] += [f"{name}: {item}" for item in clock.dropped]
     report["seconds"] = round(time.monotonic() - start, 1)
     args.output.write_text(json.dumps(report, indent=1) + "\n")
-  if not device_kernels.compared(report["kernels"]):
+  if not kernels.compared(report["kernels"]):
     report["failures"].append("no kernel was compared with the reference")
   args.output.write_text(json.dumps(report, indent=1) + "\n")
   for item in report["dropped"]:
     say(f"no time for {item}")
   say(f"{len(report['failures'])} failures, {report['seconds']} s, {args.output}")
   return 1 if report["failures"] else 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())

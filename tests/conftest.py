@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import os
 import pathlib
+import sys
 
 # Before jax starts: eight devices for what needs several. All else runs on the first.
 # Less optimised machine code compiles two to three times as fast; tests that read a program, or its
@@ -21,9 +22,6 @@ os.environ["XLA_FLAGS"] = " ".join([
 
 import jax
 import pytest
-import tiny
-import tiny_cases
-import tiny_llm
 
 from jspec.checkpoints import hub
 
@@ -33,6 +31,7 @@ if importlib.util.find_spec("libtpu") is None:
   jax.config.update("jax_compilation_cache_dir", str(CACHE))
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 MAX_MAPS = 25_000
+SUPPORT = str(pathlib.Path(__file__).parent / "support")
 
 
 @pytest.fixture(scope="session")
@@ -58,7 +57,9 @@ def forget_before_it_is_too_late(request):
 
 def forget(own):
   jax.clear_caches()
-  for module in (tiny, tiny_cases, tiny_llm, own):  # what they keep was compiled, too
+  support = [module for module in [*sys.modules.values()]
+             if str(getattr(module, "__file__", "")).startswith(SUPPORT)]
+  for module in (*support, own):  # what they keep was compiled, too
     for kept in vars(module).values():
       if hasattr(kept, "cache_clear"):
         kept.cache_clear()

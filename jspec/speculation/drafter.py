@@ -1,6 +1,6 @@
 """The drafter protocol: a bundle of pure functions, in the manner of an optax transformation.
 
-Five laws, tested for every entry of DRAFTERS by tests/test_laws.py:
+Five laws, tested for every entry of DRAFTERS by tests/laws/test_laws.py:
   1. well-formed: parent[0] is NO_PARENT, parent[i] < i, breadth-first, tokens in the vocabulary;
   2. state keeps its structure, shapes and dtypes;
   3. propose commits nothing: proposing twice gives the same tree;

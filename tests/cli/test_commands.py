@@ -22,7 +22,7 @@ from jspec.checkpoints import hub, load_head
 from jspec.cli import endings, main, terminal
 from jspec.cli import flags as cli_flags
 
-GOLDENS = pathlib.Path(__file__).parent / "goldens" / "smollm2.json"
+GOLDENS = pathlib.Path(__file__).parents[1] / "goldens" / "smollm2.json"
 
 
 @pytest.fixture
@@ -344,7 +344,7 @@ def test_version_and_notes(capsys, fake):
 
 def test_a_closed_pipe_ends_quietly():
   process = subprocess.Popen([sys.executable, "-m", "jspec", "models"], stdout=subprocess.PIPE,
-                             stderr=subprocess.PIPE, cwd=pathlib.Path(__file__).parent.parent)
+                             stderr=subprocess.PIPE, cwd=pathlib.Path(__file__).parents[2])
   process.stdout.close()
   assert process.wait(timeout=60) == endings.BROKEN_PIPE
   assert process.stderr.read() == b""

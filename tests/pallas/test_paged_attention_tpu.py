@@ -17,14 +17,14 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
+from attention_cases import assert_right
+from attention_cases import case as any_case
 from jax.experimental.pallas import tpu as pltpu
 
 from jspec import pallas
 from jspec.pallas import block_sizes, paged_attention_tpu, tpu_layout
 from jspec.speculation import tree
 from jspec.types import NO_PARENT
-from tests.attention_cases import assert_right
-from tests.attention_cases import case as any_case
 
 TREE = (NO_PARENT, 0, 0, 1, 1, 2)
 LENGTHS = (0, 3, 8, 37)  # an exact page among them
@@ -166,7 +166,7 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
 from jspec import tree
 from jspec.pallas.paged_attention_tpu import paged_attention
-from tests.attention_cases import assert_right, case
+from attention_cases import assert_right, case
 
 mesh = Mesh(np.array(jax.devices()), ("tp",))
 
@@ -191,7 +191,7 @@ def test_inside_jit_while_and_shard_map():
   """Heads over two devices."""
   env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2",
                       "JAX_PLATFORMS": "cpu"}
-  root = pathlib.Path(__file__).parent.parent
+  root = pathlib.Path(__file__).parents[2]
   done = subprocess.run([sys.executable, "-c", SHARDED], env=env, cwd=root, timeout=200,
                         capture_output=True, text=True)
   assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""compile-check: its arithmetic and its refusals; real programs are test_compile_check_aot.py's."""
+"""compile-check: its arithmetic and its refusals; real programs are compile_check/test_aot.py's."""
 
 from __future__ import annotations
 

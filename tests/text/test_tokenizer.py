@@ -16,7 +16,7 @@ from jspec.text.chat_template import render_chat
 from jspec.text.tokenizer import Detokenizer, Tokenizer
 from jspec.text.tokenizer_files import gguf_tokenizer, load_tokenizer
 
-GOLDENS = pathlib.Path(__file__).parent / "goldens"
+GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 TEXTS = ["Hello, world! It's 2026.", "\n\n1. One\n\n2. Two 12345", "日本語のテキスト、漢字。",
          "👩‍👩‍👧‍👦 family 🎉🏳️‍🌈", "Ça va? Ωμέγα שלום", "def f(x):\n    return x**2\t# ok\r\n",
          " lead", "\ufffd kept", ""]

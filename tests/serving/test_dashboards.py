@@ -17,7 +17,7 @@ from jspec import EngineStats, SpeculativeStats
 from jspec.engine.metrics import metrics_of
 from jspec.serving.metrics import Metrics
 
-DEPLOY = pathlib.Path(__file__).parent.parent / "serving/deploy"
+DEPLOY = pathlib.Path(__file__).parents[2] / "serving/deploy"
 
 
 def documents(name: str) -> list[dict]:

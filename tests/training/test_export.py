@@ -130,7 +130,7 @@ def test_a_head_for_smollm2_takes_less_than_twelve_megabytes(tmp_path):
 # ------------------------------------------------------------ the formats' own names
 
 
-WRITTEN = {  # as tests/head_checkpoints.py writes them from the formats' descriptions
+WRITTEN = {  # as tests/support/head_checkpoints.py writes them from the formats' descriptions
   "fasterdecoding": (hc.medusa(layers=2), ()),
   "fasterdecoding shared": (hc.medusa(own_head=False), ()),
   "vllm": (hc.vllm_medusa(bias=True, scale=0.5), ()),

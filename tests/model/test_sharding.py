@@ -214,7 +214,7 @@ def test_two_processes_generate_what_one_does(tmp_path):
   with socket.socket() as s:
     s.bind(("localhost", 0))
     address = f"localhost:{s.getsockname()[1]}"
-  program = pathlib.Path(__file__).with_name("two_processes.py")
+  program = pathlib.Path(__file__).parents[1] / "support/two_processes.py"
   started = [subprocess.Popen([sys.executable, program, address, str(i)], stdout=subprocess.PIPE,
                               stderr=subprocess.PIPE, text=True) for i in range(2)]
   results = [p.communicate(timeout=300) for p in started]

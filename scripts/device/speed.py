@@ -16,7 +16,7 @@ from jspec.model import cache, transformer
 from jspec.model.params import init_params
 from jspec.model.rows import chain_mask, pack
 from jspec.pallas import tree_bits
-from scripts.device_check import Clock, Setup, say
+from scripts.device.part import Clock, Setup, say
 
 PAGE = 128
 

@@ -1,8 +1,8 @@
 """Sampled drafts under every parameter that looks at the text: the joint law of three tokens.
 
 In float64, to 1e-12, without sampling: the real `judge` and the real cut at stop tokens, as
-functions of the coins, whose thresholds are bisected as in test_lossless_exact.py; all 25 chains of
-two draft tokens, with the probability that the drafter gives them. Against numpy, which knows texts
+functions of the coins, whose thresholds are bisected as in exact_law.py; all 25 chains of two
+draft tokens, with the probability that the drafter gives them. Against numpy, which knows texts
 and nothing of nodes. Logits and parameters are binary fractions, so that what top_k keeps is no
 matter of rounding. A mutant is rejected where it is off by more than 1e-3 somewhere.
 """

@@ -24,7 +24,7 @@ from jspec.cli import endings
 from jspec.engine import placement
 from jspec.serving import server
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 # Windows has none of these.
 POSIX_MODULES = ("resource", "fcntl", "pwd", "grp", "termios", "tty", "pty", "readline", "syslog")
 POSIX_NAMES = {

@@ -1,4 +1,4 @@
-"""gpu_check.py and tpu_check.py themselves, on CPU with interpreted kernels and tiny shapes."""
+"""device_check.py itself, on CPU with interpreted kernels and tiny shapes."""
 
 from __future__ import annotations
 
@@ -15,25 +15,28 @@ from tiny_llm import byte_tokenizer, tiny_config
 from jspec.checkpoints import hub
 from jspec.model.params import init_params
 from jspec.pallas import paged_attention_triton
-from scripts import device_check, device_kernels, device_text
+from scripts.device import kernels as device_kernels
+from scripts.device import text as device_text
+from scripts.device.part import Clock, Setup
 
-ROOT = pathlib.Path(__file__).parents[1]
-SETUP = device_check.Setup("gpu", smoke=True, quick=True, model="tiny", layers=2)
+ROOT = pathlib.Path(__file__).parents[2]
+SETUP = Setup("gpu", smoke=True, quick=True, model="tiny", layers=2)
 
 
-def run(script: str, *arguments: str, path: pathlib.Path):
+def run(platform: str, *arguments: str, path: pathlib.Path):
   """Exit status, output, and the JSON if there is one."""
   done = subprocess.run(
-      [sys.executable, ROOT / "scripts" / script, "--output", path, *arguments], text=True,
-      capture_output=True, timeout=300, env={**os.environ, "JAX_PLATFORMS": "cpu"}, cwd=path.parent)
+      [sys.executable, ROOT / "scripts/device_check.py", "--platform", platform, "--output", path,
+       *arguments], text=True, capture_output=True, timeout=300, cwd=path.parent,
+      env={**os.environ, "JAX_PLATFORMS": "cpu"})
   return done.returncode, done.stdout + done.stderr, (
       json.loads(path.read_text()) if path.exists() else None)
 
 
-@pytest.mark.parametrize("script, kernel", [
-    ("gpu_check.py", "triton"), pytest.param("tpu_check.py", "tpu", marks=pytest.mark.slow)])
-def test_a_smoke_run_fills_every_part_of_the_report(script, kernel, tmp_path):
-  status, output, report = run(script, "--cpu-smoke", "--quick", "--model", "no-such-model",
+@pytest.mark.parametrize("platform, kernel", [
+    ("gpu", "triton"), pytest.param("tpu", "tpu", marks=pytest.mark.slow)])
+def test_a_smoke_run_fills_every_part_of_the_report(platform, kernel, tmp_path):
+  status, output, report = run(platform, "--cpu-smoke", "--quick", "--model", "no-such-model",
                                path=tmp_path / "out.json")
   assert status == 0, output
   assert report["failures"] == report["dropped"] == []
@@ -48,7 +51,7 @@ def test_a_smoke_run_fills_every_part_of_the_report(script, kernel, tmp_path):
 
 
 def test_without_time_nothing_is_claimed(tmp_path):
-  status, output, report = run("gpu_check.py", "--cpu-smoke", "--budget-seconds", "0", "--model",
+  status, output, report = run("gpu", "--cpu-smoke", "--budget-seconds", "0", "--model",
                                "no-such-model", path=tmp_path / "out.json")
   assert status == 1
   assert "kernels: chain of 8" in report["dropped"]
@@ -57,7 +60,7 @@ def test_without_time_nothing_is_claimed(tmp_path):
 
 
 def test_without_the_device_it_says_so_and_stops(tmp_path):
-  status, output, report = run("gpu_check.py", path=tmp_path / "out.json")
+  status, output, report = run("gpu", path=tmp_path / "out.json")
   assert status == 2 and report is None
   assert "this needs a gpu; jax has found only [" in output
 
@@ -74,7 +77,7 @@ def broken(*_, **__):
 def test_a_kernel_that_disagrees_or_breaks_is_a_failure(monkeypatch, kernel):
   monkeypatch.setattr(paged_attention_triton, "paged_attention", kernel)
   report = {"failures": []}
-  device_kernels.kernels(SETUP, device_check.Clock(60), {}, report)
+  device_kernels.kernels(SETUP, Clock(60), {}, report)
   assert len(report["failures"]) == 2
   assert all("kernel triton" in failure for failure in report["failures"])
 
@@ -85,7 +88,7 @@ def test_a_kernel_that_refuses_is_not_a_failure_but_not_compared_either(monkeypa
 
   monkeypatch.setattr(paged_attention_triton, "paged_attention", refuses)
   report, found = {"failures": []}, {}
-  device_kernels.kernels(SETUP, device_check.Clock(60), found, report)
+  device_kernels.kernels(SETUP, Clock(60), found, report)
   assert report["failures"] == []
   assert "not on Tuesdays" in found["chain of 8"]["triton"]["refused"]
   assert not device_kernels.compared(found)
@@ -97,7 +100,7 @@ def test_speculation_reports_speed_and_whether_the_texts_agree(monkeypatch):
   loaded = hub.LoadedModel(config, params, byte_tokenizer(), "tiny")
   monkeypatch.setattr(hub, "load_model", lambda *_, **__: loaded)
   found = {}
-  device_text.speculation(SETUP, device_check.Clock(60), found, {})
+  device_text.speculation(SETUP, Clock(60), found, {})
   assert found["batch 1, none"]["tokens_per_step"] == 1
   assert found["batch 1, ngram"]["tokens_per_s"] > 0
   assert found["batch 1, prompts with the same text"] == "2 of 2"

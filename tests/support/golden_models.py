@@ -10,7 +10,7 @@ import numpy as np
 from jspec.checkpoints.hf_config import model_config_from_hf
 from jspec.checkpoints.weights import load_params, write_safetensors
 
-GOLDENS = pathlib.Path(__file__).parent / "goldens"
+GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 FAMILIES = ("llama_tied", "llama_untied", "mistral", "qwen2", "qwen2_window", "qwen3", "gemma3",
             "opt")
 PAGE_SIZE = 16

@@ -8,7 +8,7 @@ from jspec import LLM, SamplingParams
 from jspec.bench.datasets import load_prompts
 from jspec.bench.runner import cold
 from jspec.checkpoints import hub
-from scripts.device_check import Clock, Setup, say
+from scripts.device.part import Clock, Setup, say
 
 
 def speculation(setup: Setup, clock: Clock, found: dict, report: dict) -> None:

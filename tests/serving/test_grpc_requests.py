@@ -20,7 +20,7 @@ from jspec.serving.rpc.messages import conversation, sampling_params
 from jspec.serving.rpc.server import SERVICE
 from jspec.serving.service import Conversation
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 METHODS = pb.DESCRIPTOR.services_by_name["Jspec"].methods
 NOT_THE_DEFAULT = {
   "n": 2, "temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "seed": 2**63 - 2,

@@ -17,7 +17,7 @@ import yaml
 from jspec.cli import main
 from jspec.serving import command
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 DEPLOY = ROOT / "serving/deploy"
 KUBERNETES, TERRAFORM = DEPLOY / "kubernetes", DEPLOY / "terraform"
 BUILDS = ("base", "overlays/gpu", "overlays/tpu")

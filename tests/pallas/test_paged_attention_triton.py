@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_cases import assert_right, case
 
 from jspec.pallas import block_sizes, paged_attention_triton
 from jspec.speculation import tree
 from jspec.types import NO_PARENT
-from tests.attention_cases import assert_right, case
 
 TREE = (NO_PARENT, 0, 0, 1, 1, 2)
 WIDE = (NO_PARENT, 0, 0, *(i // 2 for i in range(3, 65)))  # three words

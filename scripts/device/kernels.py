@@ -7,12 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from attention_cases import case
 
 from jspec.pallas import reference
 from jspec.speculation import tree
 from jspec.types import NO_PARENT
-from scripts.device_check import Clock, Setup, say
-from tests.attention_cases import case
+from scripts.device.part import Clock, Setup, say
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}  # absolute; values are of standard deviation 1
 

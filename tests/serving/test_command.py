@@ -17,8 +17,8 @@ import textwrap
 import urllib.error
 import urllib.request
 
-import conftest
 import grpc
+import jax
 import pytest
 
 from jspec import EngineDead, EngineStats, SpeculativeStats
@@ -33,7 +33,7 @@ from jspec.serving.rpc import server as grpc_server
 from jspec.serving.rpc.client import Client
 from jspec.serving.service import Policy
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 # The tiny model behind the real command: with room for answers that take a while, and with one
 # prefill program and one step, since a server compiles all it has before it is ready.
 SCRIPT = textwrap.dedent("""
@@ -328,9 +328,9 @@ def test_the_second_signal_ends_the_process_on_the_spot(monkeypatch):
 
 def start(*flags: str) -> ServerProcess:
   environment = {**os.environ, "JAX_PLATFORMS": "cpu", command.KEY_VARIABLE: "secret",
-                 "JAX_COMPILATION_CACHE_DIR": str(conftest.CACHE),
+                 "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
                  "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-                 "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+                 "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests/support")])}
   return ServerProcess(["serve", *flags], command=(sys.executable, "-c", SCRIPT),
                        environment=environment, timeout=240)
 

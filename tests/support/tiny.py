@@ -35,7 +35,7 @@ VARIANTS = ("ngram_latest", "draft_model_confident", "draft_model_confident_samp
             "draft_model_contrary_sampled", "suffix", "suffix+draft_model_tree",
             "medusa_confident", "medusa_sampled", "medusa_tree", "mlp_speculator",
             "mlp_speculator_tree_sampled", "eagle_tree", "eagle3_sampled", "eagle3_dynamic",
-            # Their draws are those of law 5, which test_laws.py tries by default.
+            # Their draws are those of law 5, which laws/test_laws.py tries by default.
             "eagle_confident", "medusa_tree_sampled", "eagle_tree_sampled")
 
 
