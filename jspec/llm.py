@@ -100,6 +100,7 @@ class LLM:
     self.speculative = parse_speculative(
         dict(speculative_config) if speculative_config is not None else None, older_flags,
         lambda *named: None if named == own else load_head.detect_method(*named))
+    target_drafts = own == hub.name_of_draft(self.speculative, own)
     if dtype == "auto":
       dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     auto = max_model_len in ("auto", None, -1)
@@ -128,7 +129,7 @@ class LLM:
       raise ValueError(f"{dtype=} was asked for, but the loaded model is {given}")
     spec = self.speculative
     parts = Parts(
-        self.loaded, spec, own == hub.name_of_draft(spec, own),
+        self.loaded, spec, target_drafts,
         lambda name, placer: load(name, spec.revision, placer),
         lambda name, put, params: load_head.load_head(
             name or "", self.config, method=spec.parts[-1], dtype=dtype, progress=progress, put=put,

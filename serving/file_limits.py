@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
+import importlib
 from collections.abc import Sequence
-
-if sys.platform != "win32":
-  import resource
+from typing import Any
 
 MOST = 65_536  # what we ask for: more than any server here needs
 OWN = 160  # of the model, the devices, the log, and for saying goodbye to refused connections
@@ -15,8 +13,9 @@ LEAST = 8  # connections of a door, however few files there may be
 
 def raise_limit() -> int:
   """Raises the limit as far as the system lets us without its operator; what it is then."""
-  if sys.platform == "win32":
-    return MOST  # sockets are no files there
+  resource = _resource()
+  if resource is None:
+    return MOST  # as on Windows, where sockets are no files
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
   unlimited = resource.RLIM_INFINITY
   wanted = MOST if hard == unlimited else min(hard, MOST)
@@ -24,6 +23,14 @@ def raise_limit() -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     soft = wanted
   return MOST if soft == unlimited else soft
+
+
+def _resource() -> Any:
+  """POSIX's module, where there is one."""
+  try:
+    return importlib.import_module("resource")
+  except ImportError:
+    return None
 
 
 def connections(wanted: Sequence[int], limit: int) -> list[int]:

@@ -95,6 +95,8 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
+  if arguments.max_tokens is not None and arguments.max_tokens < 1:  # 0 reads, and writes nothing
+    raise ValueError(f"--max-tokens must be >= 1, got {arguments.max_tokens}")
   return SamplingParams(**{name: getattr(arguments, name) for name in _SAMPLING_FLAGS})
 
 

@@ -9,8 +9,7 @@ import jax
 import pytest
 import tiny_llm
 
-import jspec.llm
-from jspec import LLM, SamplingParams
+from jspec import LLM, SamplingParams, build
 from jspec.checkpoints.hub import LoadedModel
 from jspec.model.params import init_params
 from jspec.speculation.plan import CostModel
@@ -41,7 +40,7 @@ def plain(temperature: float):
 def set_up(monkeypatch):
   """Checkpoints for the tokenizer's 64 tokens; rows cost nothing, so that random heads draft."""
   monkeypatch.setattr(head_checkpoints, "V", target().config.vocab_size)
-  monkeypatch.setattr(jspec.llm, "cpu_cost", lambda config, single_rows: CostModel(1e9))
+  monkeypatch.setattr(build, "cpu_cost", lambda config, single_rows: CostModel(1e9))
 
 
 CONFIGS = {  # what is written, and what the user asks for beside the folder

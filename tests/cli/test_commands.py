@@ -49,7 +49,7 @@ def refused(capsys, argv: list[str]) -> str:
 @pytest.mark.parametrize("argv, words", [
   (["generate", ""], "the prompt is empty"),
   (["generate", "  \n"], "the prompt is empty"),
-  (["generate", "hi", "--max-tokens", "0"], "max_tokens must be >= 1, got 0"),
+  (["generate", "hi", "--max-tokens", "0"], "--max-tokens must be >= 1, got 0"),
   (["generate", "hi", "--max-tokens", "many"], "--max-tokens: invalid int value: 'many'"),
   (["generate", "hi", "--temperature", "-1"], "temperature must be >= 0"),
   (["generate", "hi", "--top-p", "0"], "top_p must be > 0"),

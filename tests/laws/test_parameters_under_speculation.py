@@ -56,6 +56,7 @@ CASES = {
   "include_stop_str_in_output": lambda: (True, dict(stop=some_stop())),
   "ignore_eos": lambda: (True, dict(ignore_eos=False, logit_bias={EOS: 5})),
   "logprobs": lambda: (4, SAMPLED),
+  "prompt_logprobs": lambda: (2, {}),
   "num_speculative_tokens": lambda: (0, {}),
   "truncate_prompt_tokens": lambda: (4, {}),
   "skip_special_tokens": lambda: (False, dict(logit_bias={1: 8.0})),
@@ -70,7 +71,8 @@ def run(method: str, **fields) -> RequestOutput:
 
 def visible(out: RequestOutput) -> list:
   """Everything a user sees but numbers that may round."""
-  return [(o.text, o.token_ids, o.finish_reason, o.stop_reason,
+  prompt = out.prompt_logprobs and [row and sorted(row) for row in out.prompt_logprobs]
+  return [(o.text, o.token_ids, o.finish_reason, o.stop_reason, prompt,
            o.logprobs and [sorted(row) for row in o.logprobs]) for o in out.outputs]
 
 

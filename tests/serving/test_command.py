@@ -39,10 +39,11 @@ ROOT = pathlib.Path(__file__).parents[2]
 SCRIPT = textwrap.dedent("""
     import dataclasses, sys
     from tiny_llm import tiny_model
-    from jspec import LLM, cli, llm
+    from jspec import LLM, build
+    from jspec.cli import flags, main
 
-    whole = llm.engine_config
-    llm.engine_config = lambda *args, **fields: whole(*args, prefill_chunks=(16,), **fields)
+    whole = build.engine_config
+    build.engine_config = lambda *args, **fields: whole(*args, prefill_chunks=(16,), **fields)
 
     def load(model, speculative_config):
       loaded = tiny_model()
@@ -50,7 +51,7 @@ SCRIPT = textwrap.dedent("""
       return LLM(loaded, dtype="float32", max_model_len=1024, max_num_seqs=2, page_size=32,
                  progress=False)
 
-    cli_flags.load_llm = load
+    flags.load_llm = load
     sys.exit(main.main(sys.argv[1:]))
 """)
 SHORT = {"temperature": 0.0, "max_tokens": 12}
@@ -303,7 +304,7 @@ class FakeDoor:
   (FakeEngine(0.0, False), FakeDoor(), 9.0, server.FAILED, "the engine stopped: no memory"),
 ])
 def test_only_a_complete_drain_is_a_success(caplog, engine, door, timeout, code, words):
-  caplog.set_level("INFO", "serving")
+  caplog.set_level("INFO", "jspec.serving")
   assert asyncio.run(server.drain(engine, [door], timeout)) == code
   assert words in caplog.text
   assert engine.num_requests == 0 or not engine.is_healthy

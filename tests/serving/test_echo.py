@@ -32,7 +32,7 @@ def llm(server) -> LLM:
 
 def chunks(server: Running, path: str, **fields) -> list[dict]:
   body = server.post(path, stream=True, **fields).text
-  lines = [line.removeprefix("data: ") for line in body.splitlines() if line]
+  lines = [line.removeprefix("data: ") for line in body.splitlines() if line.startswith("data: ")]
   assert lines.pop() == "[DONE]"
   return [json.loads(line) for line in lines]
 

@@ -36,7 +36,7 @@ NOT_THE_DEFAULT = {
 def test_the_generated_code_is_that_of_the_interface(tmp_path):
   compiled = tmp_path / "descriptors"
   assert protoc.main(["protoc", f"-I{ROOT}", f"--descriptor_set_out={compiled}",
-                      "serving/jspec.proto"]) == 0
+                      "jspec/serving/rpc/jspec.proto"]) == 0
   file, = descriptor_pb2.FileDescriptorSet.FromString(compiled.read_bytes()).file
   generated = descriptor_pb2.FileDescriptorProto()
   pb.DESCRIPTOR.CopyToProto(generated)

@@ -18,7 +18,7 @@ _PAIRS = (("t", "h"), ("h", "e"), ("a", "n"), ("i", "n"), ("e", "r"), ("o", "n")
 _CHARACTERS = "é日🎉"
 
 
-def byte_tokenizer(extra: str = "0123456789") -> Tokenizer:
+def byte_tokenizer(extra: str = "0123456789#") -> Tokenizer:
   """Byte-level, 64 tokens; 'é' takes two of them, '日' three, '🎉' four."""
   pairs = _spaced("Ġ")
   spelled = [*_LETTERS, "Ġ", "Ċ", ".", ",", *"Ã©æĹ¥ðŁİī", *map("".join, pairs), *extra]

@@ -142,7 +142,7 @@ def test_what_is_missing_is_named(tmp_path):
     load(tmp_path / "gone.toml")
   for name, text, message in (("a.yaml", "", "is a .py or .toml file, got .*a.yaml"),
                               ("a.py", "x = 1", "a.py must define config"),
-                              ("b.py", "from training.config import *\nTrainConfig(lr=1)",
+                              ("b.py", "from jspec.training.config import *\nTrainConfig(lr=1)",
                                "b.py: .*unexpected keyword argument 'lr'"),
                               ("a.toml", "x = = 1", "a.toml is no TOML")):
     (tmp_path / name).write_text(text)

@@ -289,6 +289,6 @@ def test_the_command_says_what_is_wrong_in_one_line(tmp_path, capsys):
 
 def test_a_config_file_is_a_python_file_too(tmp_path):
   path = tmp_path / "c.py"
-  path.write_text("from training.config import *\nconfig = TrainConfig(target='a', "
+  path.write_text("from jspec.training.config import *\nconfig = TrainConfig(target='a', "
                   "method='medusa', output='b', data=DataConfig(conversations=('c',)), steps=1)\n")
   assert isinstance(configuration.load(path, ["steps=3"]), TrainConfig)
