@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
   from jspec.async_llm import AsyncLLM, Draining, EngineDead, QueueFull, RequestFailed
+  from jspec.config.checks import FieldError, PromptTooLong
   from jspec.config.speculative import SpeculativeConfig
   from jspec.llm import LLM
   from jspec.outputs import (
@@ -22,14 +23,15 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = ["LLM", "AsyncLLM", "CompletionOutput", "Draining", "EngineDead", "EngineStats",
-           "Logprob", "QueueFull", "RequestFailed", "RequestOutput", "SamplingParams",
-           "SpeculativeConfig", "SpeculativeStats", "Timing"]
+           "FieldError", "Logprob", "PromptTooLong", "QueueFull", "RequestFailed", "RequestOutput",
+           "SamplingParams", "SpeculativeConfig", "SpeculativeStats", "Timing"]
 _WHERE = {
   "llm": ("LLM",),
   "async_llm": ("AsyncLLM", "Draining", "EngineDead", "QueueFull", "RequestFailed"),
   "outputs": ("CompletionOutput", "EngineStats", "Logprob", "RequestOutput", "SpeculativeStats",
               "Timing"),
   "sampling_params": ("SamplingParams",),
+  "config.checks": ("FieldError", "PromptTooLong"),
   "config.speculative": ("SpeculativeConfig",),
 }
 

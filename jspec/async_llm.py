@@ -10,6 +10,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, NamedTuple
 
+from jspec.config.checks import FieldError
 from jspec.engine.request import Group, failure
 from jspec.llm import LLM
 from jspec.outputs import EngineStats, RequestOutput
@@ -87,7 +88,8 @@ class AsyncLLM:
     """
     params = SamplingParams() if sampling_params is None else check_params(sampling_params)
     if params.n > self.max_outputs:
-      raise ValueError(f"n={params.n} exceeds the {self.max_outputs} outputs that this server "
+      raise FieldError("n",
+                       f"n={params.n} exceeds the {self.max_outputs} outputs that this server "
                        "holds")
     self._check_open(params.n)
     request_id = uuid.uuid4().hex if request_id is None else request_id
@@ -126,7 +128,7 @@ class AsyncLLM:
   def _add(self, group: Group, queued: Callable[[], None] | None) -> _Stream:
     self._check_open(len(group.requests))
     if group.request_id in self._streams:
-      raise ValueError(f"request_id {group.request_id!r} is already running")
+      raise FieldError("request_id", f"request_id {group.request_id!r} is already running")
     stream = _Stream(asyncio.get_running_loop(), len(group.requests), queued)
     self._streams[group.request_id] = stream
     self._commands.put(_Command("add", group, stream))

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from jspec.build import Parts, build_engine, placed
 from jspec.checkpoints import hub, load_head
 from jspec.config import EngineConfig, ModelConfig, vllm_arguments
+from jspec.config.checks import FieldError
 from jspec.config.speculative_parse import parse_speculative
 from jspec.engine.limits import (
   check_characters,
@@ -295,7 +296,7 @@ class LLM:
     given = read_prompt(prompt, cache_salt)
     check_priority(priority)
     if request_id is not None and not isinstance(request_id, str):
-      raise ValueError(f"request_id must be a string, got {request_id!r:.60}")
+      raise FieldError("request_id", f"request_id must be a string, got {request_id!r:.60}")
     ids = tuple(self.encode(given.text or "")) if given.ids is None else given.ids
     ids = truncated_prompt(ids, params, self.max_model_len)
     limit = check_request(params, len(ids), self._engine_config, self.engine.drafter.max_depth)

@@ -8,6 +8,8 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jspec.config.checks import FieldError
+
 MAX_LOGPROBS = 20  # per token, beside the token itself
 MAX_BAD_WORDS = 16  # of more than one token; single tokens are unlimited
 MAX_BAD_WORD_TOKENS = 8
@@ -107,29 +109,31 @@ class SamplingParams:
     self._check_numbers()
     for name in ("stop", "bad_words"):
       if any(not isinstance(text, str) or not text for text in getattr(self, name)):
-        raise ValueError(f"{name} must hold non-empty strings, got {shown(getattr(self, name))}")
+        raise FieldError(
+            name, f"{name} must hold non-empty strings, got {shown(getattr(self, name))}")
     if self.allowed_token_ids is not None:
       object.__setattr__(self, "allowed_token_ids",
                          _listed("allowed_token_ids", self.allowed_token_ids))
       if not self.allowed_token_ids:
-        raise ValueError("allowed_token_ids must name at least one token (None allows all), got []")
+        raise FieldError("allowed_token_ids",
+                         "allowed_token_ids must name at least one token (None allows all), got []")
     for name in ("stop_token_ids", "allowed_token_ids"):
       tokens = getattr(self, name) or ()
       if any(isinstance(t, bool) or not isinstance(t, int) or t < 0 for t in tokens):
-        raise ValueError(f"{name} must be token ids >= 0, got {shown(tokens)}")
+        raise FieldError(name, f"{name} must be token ids >= 0, got {shown(tokens)}")
     for name, most in (("stop", MAX_STOPS), ("bad_words", MAX_TOKENS_NAMED),
                        ("stop_token_ids", MAX_TOKENS_NAMED),
                        ("allowed_token_ids", MAX_TOKENS_ALLOWED)):
       if len(getattr(self, name) or ()) > most:
-        raise ValueError(f"{name} may have {most} entries, got {len(getattr(self, name))}")
+        raise FieldError(name, f"{name} may have {most} entries, got {len(getattr(self, name))}")
     for name in ("stop", "bad_words"):
       sizes = [len(text) for text in getattr(self, name)]
       if max(sizes, default=0) > MAX_CHARACTERS or sum(sizes) > MAX_CHARACTERS_NAMED:
-        raise ValueError(f"{name} may have {MAX_CHARACTERS} characters each, and "
-                         f"{MAX_CHARACTERS_NAMED} in all, got {max(sizes)} and {sum(sizes)}")
+        raise FieldError(name, f"{name} may have {MAX_CHARACTERS} characters each, and "
+                               f"{MAX_CHARACTERS_NAMED} in all, got {max(sizes)} and {sum(sizes)}")
     for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
       if not isinstance(getattr(self, name), bool):
-        raise ValueError(f"{name} must be True or False, got {shown(getattr(self, name))}")
+        raise FieldError(name, f"{name} must be True or False, got {shown(getattr(self, name))}")
 
   def clone(self, **changes: Any) -> SamplingParams:
     """The same, but for the fields that are named."""
@@ -147,17 +151,18 @@ class SamplingParams:
       if value is None and name in can_be_none:
         continue
       if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name} must be an integer, got {shown(value)}")
+        raise FieldError(name, f"{name} must be an integer, got {shown(value)}")
       if not low <= value <= high and (name, value) != ("truncate_prompt_tokens", -1):
         allowed = f">= {low}" if value < low else f"in {low}..{high}"
-        raise ValueError(f"{name} must be {allowed}, got {shown(value)}")
+        raise FieldError(name, f"{name} must be {allowed}, got {shown(value)}")
     reals = (("temperature", 0, LARGEST), ("min_p", 0, 1), ("presence_penalty", -2, 2),
              ("frequency_penalty", -2, 2), ("repetition_penalty", 1 / LARGEST, LARGEST))
     for name, least, most in reals:
       _check_real(name, getattr(self, name), least, most)
     _check_real("top_p", self.top_p, 0, 1, above=True)
     if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-      raise ValueError(f"min_tokens={self.min_tokens} must not exceed max_tokens={self.max_tokens}")
+      raise FieldError("min_tokens", f"min_tokens={self.min_tokens} must not exceed "
+                                     f"max_tokens={self.max_tokens}")
 
 
 def shown(value: Any) -> str:
@@ -171,16 +176,16 @@ def _check_neutral(values: tuple) -> None:
   """values: of vLLM's fields that ask for what is not done, in the order of the class."""
   for name, value in zip(_NEUTRAL, values, strict=True):
     if value is not None and value != _NEUTRAL[name]:
-      raise ValueError(f"{name} is not supported: leave it out, got {shown(value)}")
+      raise FieldError(name, f"{name} is not supported: leave it out, got {shown(value)}")
 
 
 def _check_real(name: str, value, low, high, above: bool = False):
   if (isinstance(value, bool) or not isinstance(value, (int, float))
       or not abs(value) < math.inf):  # of integers, too, which math.isfinite may overflow at
-    raise ValueError(f"{name} must be a finite number, got {shown(value)}")
+    raise FieldError(name, f"{name} must be a finite number, got {shown(value)}")
   if value < low or (above and value == low) or value > high:
-    raise ValueError(f"{name} must be {'>' if above else '>='} {low:g} and <= {high:g}, "
-                     f"got {shown(value)}")
+    raise FieldError(name, f"{name} must be {'>' if above else '>='} {low:g} and <= {high:g}, "
+                           f"got {shown(value)}")
 
 
 def _listed(name: str, value) -> tuple:
@@ -190,22 +195,23 @@ def _listed(name: str, value) -> tuple:
   try:
     return tuple(value)
   except TypeError:
-    raise ValueError(f"{name} must be a list, got {shown(value)}") from None
+    raise FieldError(name, f"{name} must be a list, got {shown(value)}") from None
 
 
 def _token_bias(bias: Mapping) -> dict[int, float]:
   if not isinstance(bias, Mapping):
-    raise ValueError(f"logit_bias must map token ids to numbers, got {shown(bias)}")
+    raise FieldError("logit_bias",
+                     f"logit_bias must map token ids to numbers, got {shown(bias)}")
   out = {}
   for token, value in bias.items():
     try:
       out[int(str(token))] = float(value)  # JSON has no integer keys
     except (TypeError, ValueError, OverflowError):
-      raise ValueError(f"logit_bias must map token ids to numbers, "
-                       f"got {shown(token)}: {shown(value)}") from None
+      raise FieldError("logit_bias", f"logit_bias must map token ids to numbers, "
+                                     f"got {shown(token)}: {shown(value)}") from None
     if not abs(float(value)) <= LARGEST:
-      raise ValueError(f"logit_bias must be within -{LARGEST} and {LARGEST}, "
-                       f"got {shown(token)}: {shown(value)}")
+      raise FieldError("logit_bias", f"logit_bias must be within -{LARGEST} and {LARGEST}, "
+                                     f"got {shown(token)}: {shown(value)}")
   return out
 
 

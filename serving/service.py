@@ -5,26 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import re
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
-from jspec import AsyncLLM, CompletionOutput, Logprob, RequestOutput, SamplingParams
+from jspec import (
+  AsyncLLM,
+  CompletionOutput,
+  FieldError,
+  Logprob,
+  RequestOutput,
+  SamplingParams,
+)
 from jspec.serving.metrics import Metrics
 from jspec.serving.shares import Shares
 
 # What a model's generation_config.json sets for requests that don't say.
 MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-
-_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
-
-
-def sampling_field(message: str) -> str | None:
-  """The field of SamplingParams that a ValueError of jspec's begins with; None if with none."""
-  if message.startswith("a bad word"):
-    return "bad_words"
-  word = re.split(r"\W", message, maxsplit=1)[0]
-  return word if word in _FIELDS else None
 
 
 def any_seed(seed: int | None) -> int | None:
@@ -129,7 +125,8 @@ class Service:
           self.engine.llm.encode_chat, chat.messages, chat.add_generation_prompt,
           **{name: value for name, value in more.items() if value is not None})
     except RecursionError:
-      raise ValueError("the chat template cannot write what is nested so deeply") from None
+      raise FieldError("messages",
+                       "the chat template cannot write what is nested so deeply") from None
 
   async def stream(self, prompt: str | Sequence[int], params: SamplingParams, *,
                    request_id: str | None = None, priority: int = 0, cache_salt: str | None = None,
@@ -144,8 +141,8 @@ class Service:
     with (self.metrics.request(params) as observe,
           self.shares.request(caller.client, params.n) as take_tokens):
       if priority and not self.policy.client_priority:
-        raise ValueError(f"priority={priority} is not for clients to choose here: requests are "
-                         "first come, first served (--scheduling-policy fcfs)")
+        raise FieldError("priority", f"priority={priority} is not for clients to choose here: "
+                         "requests are first come, first served (--scheduling-policy fcfs)")
       snapshots = self.engine.generate(
           prompt, params, request_id=request_id, priority=priority, cache_salt=cache_salt,
           admit=lambda group: take_tokens(group.most_tokens), queued=queued)

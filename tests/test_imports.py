@@ -29,7 +29,7 @@ BELOW: dict[str, set[str]] = {
   "engine": {"config", "types", "text", "outputs", "sampling_params", "model", "speculation"},
   "build": {"config", "model", "heads", "speculation", "drafters", "engine", "checkpoints"},
   "llm": {"build", "engine", "checkpoints", "config", "text", "outputs", "sampling_params"},
-  "async_llm": {"llm", "engine", "text", "outputs", "sampling_params"},
+  "async_llm": {"config", "llm", "engine", "text", "outputs", "sampling_params"},
   "compile_check": {"build", "config", "model", "heads", "speculation", "drafters", "engine",
                     "sampling_params"},
   "cli": {"llm", "checkpoints", "config", "text", "outputs", "sampling_params"},

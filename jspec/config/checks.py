@@ -12,13 +12,28 @@ _LFS = b"version https://git-lfs.github.com/spec/"
 _HTML = (b"<!doctype html", b"<html")
 
 
+class FieldError(ValueError):
+  """A value that is refused, or what it asks for. `field` holds it, as the user names it."""
+
+  def __init__(self, field: str, message: str):
+    super().__init__(field, message)
+    self.field = field
+
+  def __str__(self) -> str:
+    return self.args[1]
+
+
+class PromptTooLong(FieldError):
+  """A prompt that does not fit max_model_len, whatever else is asked for."""
+
+
 def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
   """The integer; ValueError for anything else, True and 1.0 included, and outside low..high."""
   allowed = f">= {low}" if high is None else f"in {low}..{high}"
   if isinstance(value, bool) or not isinstance(value, int):
-    raise ValueError(f"{name} must be an integer {allowed}, got {reprlib.repr(value)}")
+    raise FieldError(name, f"{name} must be an integer {allowed}, got {reprlib.repr(value)}")
   if value < low or (high is not None and value > high):
-    raise ValueError(f"{name} must be {allowed}, got {reprlib.repr(value)}")
+    raise FieldError(name, f"{name} must be {allowed}, got {reprlib.repr(value)}")
   return value
 
 
@@ -26,20 +41,20 @@ def check_number(name: str, value: Any, low: float, high: float, above: bool = F
   """The finite number in [low, high]; above: low itself is refused, too."""
   if isinstance(value, bool) or not isinstance(value, (int, float)) or not (
       low < value <= high if above else low <= value <= high):
-    raise ValueError(f"{name} must be a number in {'(' if above else '['}{low:g}, {high:g}], "
-                     f"got {reprlib.repr(value)}")
+    raise FieldError(name, f"{name} must be a number in {'(' if above else '['}{low:g}, "
+                           f"{high:g}], got {reprlib.repr(value)}")
   return float(value)
 
 
 def check_flag(name: str, value: Any) -> bool:
   if not isinstance(value, bool):
-    raise ValueError(f"{name} must be true or false, got {reprlib.repr(value)}")
+    raise FieldError(name, f"{name} must be true or false, got {reprlib.repr(value)}")
   return value
 
 
 def check_mapping(name: str, value: Any) -> dict[str, Any]:
   if not isinstance(value, dict):
-    raise ValueError(f"{name} must be an object, got {reprlib.repr(value)}")
+    raise FieldError(name, f"{name} must be an object, got {reprlib.repr(value)}")
   return value
 
 

@@ -8,6 +8,7 @@ import reprlib
 from collections.abc import Sequence
 
 from jspec.config import EngineConfig, ModelConfig
+from jspec.config.checks import FieldError, PromptTooLong
 from jspec.sampling_params import SamplingParams
 from jspec.text.tokenizer import Tokenizer
 
@@ -16,18 +17,20 @@ def check_request(params: SamplingParams, num_prompt: int, config: EngineConfig,
                   max_depth: int) -> int:
   """The most tokens the request may generate; ValueError if it cannot be served as asked."""
   if num_prompt == 0:
-    raise ValueError("the prompt is empty: at least one token is needed")
+    raise FieldError("prompt", "the prompt is empty: at least one token is needed")
   room = config.max_model_len - num_prompt
   needed = 0 if params.max_tokens == 0 else 1
   if room < needed:
-    raise ValueError(f"the prompt has {num_prompt} tokens, but max_model_len="
-                     f"{config.max_model_len} allows at most {config.max_model_len - needed}")
+    raise PromptTooLong("prompt", f"the prompt has {num_prompt} tokens, but max_model_len="
+                        f"{config.max_model_len} allows at most {config.max_model_len - needed}")
   if params.min_tokens > room:
-    raise ValueError(f"min_tokens={params.min_tokens} does not fit: {num_prompt} prompt tokens "
-                     f"leave {room} of max_model_len={config.max_model_len}")
+    raise FieldError("min_tokens", f"min_tokens={params.min_tokens} does not fit: {num_prompt} "
+                                   f"prompt tokens leave {room} of "
+                                   f"max_model_len={config.max_model_len}")
   draft = params.num_speculative_tokens
   if draft is not None and draft > max_depth:
-    raise ValueError(f"num_speculative_tokens={draft} exceeds the engine's {max_depth}")
+    raise FieldError("num_speculative_tokens",
+                     f"num_speculative_tokens={draft} exceeds the engine's {max_depth}")
   return room if params.max_tokens is None else min(room, params.max_tokens)
 
 
@@ -36,8 +39,8 @@ def check_prompt(ids: Sequence[int], vocab_size: int) -> None:
   for token in ids:
     if (isinstance(token, bool) or not isinstance(token, numbers.Integral)
         or not 0 <= token < vocab_size):
-      raise ValueError(f"prompt token {reprlib.repr(token)} is not in the vocabulary of "
-                       f"{vocab_size} tokens")
+      raise FieldError("prompt", f"prompt token {reprlib.repr(token)} is not in the vocabulary of "
+                                 f"{vocab_size} tokens")
 
 
 def truncated_prompt(ids: tuple[int, ...], params: SamplingParams,
@@ -54,8 +57,8 @@ def truncated_prompt(ids: tuple[int, ...], params: SamplingParams,
 def check_characters(count: int, tokenizer: Tokenizer, max_model_len: int) -> None:
   """Refuses what is too long whatever its tokens are: to find them would take its time."""
   if count > max_model_len * tokenizer.longest_token:
-    raise ValueError(f"the prompt has {count} characters, more than any text of max_model_len="
-                     f"{max_model_len} tokens")
+    raise PromptTooLong("prompt", f"the prompt has {count} characters, more than any text of "
+                                  f"max_model_len={max_model_len} tokens")
 
 
 def check_rates(rates: Sequence[float], max_depth: int) -> None:
@@ -67,7 +70,7 @@ def check_rates(rates: Sequence[float], max_depth: int) -> None:
 
 def check_priority(priority: int) -> None:
   if isinstance(priority, bool) or not isinstance(priority, numbers.Integral):
-    raise ValueError(f"priority must be an integer, got {reprlib.repr(priority)}")
+    raise FieldError("priority", f"priority must be an integer, got {reprlib.repr(priority)}")
 
 
 def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:

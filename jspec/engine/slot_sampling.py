@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from jspec.config.checks import FieldError
 from jspec.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams
 from jspec.speculation.sampling import IN_PROMPT, NOT_BEFORE_MIN, STOPS
 from jspec.text.tokenizer import Tokenizer
@@ -48,7 +49,8 @@ def row_inputs(params: SamplingParams, tokenizer: Tokenizer, vocab_size: int) ->
                        ("allowed_token_ids", params.allowed_token_ids or ())):
     bad = [t for t in tokens if not 0 <= t < vocab_size]
     if bad:
-      raise ValueError(f"{name} names token {bad[0]}, but the vocabulary has {vocab_size} tokens")
+      raise FieldError(
+          name, f"{name} names token {bad[0]}, but the vocabulary has {vocab_size} tokens")
   bias = dict(params.logit_bias or {})
   # A spelling with a token that the model has no row for is never generated anyway.
   words = [word for word in bad_word_ids(params.bad_words, tokenizer)
@@ -103,7 +105,8 @@ def bad_word_ids(words: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
     text = word.lstrip() or word
     plain = tokenizer.encode(text, add_special_tokens=False)
     if not plain:
-      raise ValueError(f"bad_words holds {word[:40]!r}, of which the tokenizer leaves nothing")
+      raise FieldError(
+          "bad_words", f"bad_words holds {word[:40]!r}, of which the tokenizer leaves nothing")
     spaced = tokenizer.encode(" " + text, add_special_tokens=False)
     out.append(plain)
     if spaced[:1] != plain[:1] and len(spaced) == len(plain):
@@ -127,19 +130,19 @@ def _check_choice(params: SamplingParams, words: list[list[int]], ends: list[int
     completed = {word[-1] for word in words if text[len(text) - len(word) + 1:] == word[:-1]
                  and len(word) <= len(text) + 1}
     if left <= completed:
-      raise ValueError(f"allowed_token_ids, bad_words and min_tokens={params.min_tokens} together "
-                       "could leave no token to go on with")
+      raise FieldError("allowed_token_ids", f"allowed_token_ids, bad_words and min_tokens="
+                       f"{params.min_tokens} together could leave no token to go on with")
 
 
 def _word_table(words: list[list[int]]) -> np.ndarray:
   """ValueError where the words exceed what a slot can hold."""
   longest = max((len(word) for word in words), default=0)
   if longest > MAX_BAD_WORD_TOKENS:
-    raise ValueError(f"a bad word is {longest} tokens long; at most {MAX_BAD_WORD_TOKENS} are "
-                     "supported")
+    raise FieldError("bad_words", f"a bad word is {longest} tokens long; at most "
+                                  f"{MAX_BAD_WORD_TOKENS} are supported")
   if len(words) > MAX_BAD_WORDS:
-    raise ValueError(f"bad_words make {len(words)} token sequences of more than one token; at most "
-                     f"{MAX_BAD_WORDS} are supported")
+    raise FieldError("bad_words", f"bad_words make {len(words)} token sequences of more than one "
+                                  f"token; at most {MAX_BAD_WORDS} are supported")
   table = np.full((MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS), PAD_TOKEN, np.int32)
   for i, word in enumerate(words):
     table[i, MAX_BAD_WORD_TOKENS - len(word):] = word

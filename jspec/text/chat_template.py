@@ -15,6 +15,8 @@ import jinja2.ext
 import jinja2.meta
 import jinja2.sandbox
 
+from jspec.config.checks import FieldError
+
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
 
 # Variables of a template that are parameters of their own.
@@ -42,7 +44,8 @@ def render_chat(template: str, messages: Sequence[Message], *, add_generation_pr
   """
   check_messages(messages)
   if continue_final_message and add_generation_prompt:
-    raise ValueError("continue_final_message needs add_generation_prompt=False: the final message "
+    raise FieldError("continue_final_message",
+                     "continue_final_message needs add_generation_prompt=False: the final message "
                      "is gone on with, or answered")
   variables = {"documents": None, **(special_tokens or {}), **_checked(chat_template_kwargs),
                "tools": _listed_tools(template, tools),
@@ -60,23 +63,28 @@ def check_messages(messages: Sequence[Message]) -> None:
   A message with tool_calls may do without content.
   """
   if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence) or not messages:
-    raise ValueError("messages must be a non-empty list of {'role': ..., 'content': ...}, "
+    raise FieldError("messages",
+                     "messages must be a non-empty list of {'role': ..., 'content': ...}, "
                      f"got {messages!r:.60}")
   for i, message in enumerate(messages):
     if not isinstance(message, Mapping):
-      raise ValueError(f"message {i} must be {{'role': ..., 'content': ...}}, got {message!r:.60}")
+      raise FieldError("messages",
+                       f"message {i} must be {{'role': ..., 'content': ...}}, got {message!r:.60}")
     if not isinstance(message.get("role"), str):
-      raise ValueError(f"message {i}: 'role' must be a string, got {message.get('role')!r:.60}")
+      raise FieldError("messages",
+                       f"message {i}: 'role' must be a string, got {message.get('role')!r:.60}")
     content = message.get("content")
     if isinstance(content, str) or (content is None and message.get("tool_calls")):
       continue
     if not isinstance(content, list) or not content:
-      raise ValueError(f"message {i}: 'content' must be a string or a list of text parts, got "
+      raise FieldError("messages",
+                       f"message {i}: 'content' must be a string or a list of text parts, got "
                        f"{content!r:.60}")
     for part in content:
       if (not isinstance(part, Mapping) or part.get("type") != "text"
           or not isinstance(part.get("text"), str)):
-        raise ValueError(f"message {i}: a part of its 'content' must be {{'type': 'text', 'text': "
+        raise FieldError("messages",
+                         f"message {i}: a part of its 'content' must be {{'type': 'text', 'text': "
                          f"...}}, got {part!r:.60}")
 
 
@@ -111,15 +119,18 @@ def unused_characters(*given: Any) -> Iterator[str]:
   for code in itertools.chain(range(0xE000, 0xF900), range(0xF0000, 0x10FFFE)):
     if chr(code) not in text and json.dumps(chr(code))[1:-1] not in text:
       yield chr(code)
-  raise ValueError("the messages hold every character that Unicode sets aside for private use")
+  raise FieldError("messages",
+                   "the messages hold every character that Unicode sets aside for private use")
 
 
 def _checked(kwargs: Mapping[str, Any] | None) -> Mapping[str, Any]:
   if kwargs is not None and (not isinstance(kwargs, Mapping)
                              or any(not isinstance(name, str) for name in kwargs)):
-    raise ValueError(f"chat_template_kwargs must map names to values, got {kwargs!r:.60}")
+    raise FieldError("chat_template_kwargs",
+                     f"chat_template_kwargs must map names to values, got {kwargs!r:.60}")
   if own := [name for name in kwargs or () if name in _OWN]:
-    raise ValueError(f"chat_template_kwargs cannot set {own[0]!r}, which is a parameter of its own")
+    raise FieldError("chat_template_kwargs",
+                     f"chat_template_kwargs cannot set {own[0]!r}, which is a parameter of its own")
   return kwargs or {}
 
 
@@ -128,9 +139,11 @@ def _listed_tools(template: str, tools: Any) -> list[Mapping[str, Any]] | None:
     return None
   if isinstance(tools, (str, Mapping)) or not isinstance(tools, Sequence) or any(
       not isinstance(tool, Mapping) for tool in tools):
-    raise ValueError(f"tools must be a list of descriptions of functions, got {tools!r:.60}")
+    raise FieldError("tools",
+                     f"tools must be a list of descriptions of functions, got {tools!r:.60}")
   if "tools" not in _variables(template):
-    raise ValueError("tools are not supported by this model's chat template: it does not read them")
+    raise FieldError("tools",
+                     "tools are not supported by this model's chat template: it does not read them")
   return list(tools)
 
 
@@ -159,11 +172,13 @@ def _unfinished(template: str, messages: Sequence[Message], variables: Mapping[s
   elif content:
     content[-1] = {**content[-1], "text": content[-1]["text"] + end}
   else:
-    raise ValueError("continue_final_message: the final message has no content to go on with")
+    raise FieldError("continue_final_message",
+                     "continue_final_message: the final message has no content to go on with")
   text = _render(template, [*before, final], variables)
   at = text.rfind(end[0])
   if at < 0:
-    raise ValueError("continue_final_message: the chat template leaves out the end of the final "
+    raise FieldError("continue_final_message",
+                     "continue_final_message: the chat template leaves out the end of the final "
                      "message")
   # Without the space behind it the template has trimmed the content.
   return text[:at] if text.startswith(end, at) else text[:at].rstrip()
@@ -174,11 +189,13 @@ def _render(template: str, messages: Sequence[Message], variables: Mapping[str, 
   try:
     return compiled.render(messages=[dict(message) for message in messages], **variables)
   except jinja2.TemplateError as error:
-    raise ValueError(f"the chat template refused these messages: {error}") from None
+    raise FieldError("messages", f"the chat template refused these messages: {error}") from None
   except RecursionError:
-    raise ValueError("the chat template cannot write what is nested so deeply") from None
+    raise FieldError("messages",
+                     "the chat template cannot write what is nested so deeply") from None
   except Exception as error:  # a template is a program
-    raise ValueError("the chat template fails at these messages: "
+    raise FieldError("messages",
+                     "the chat template fails at these messages: "
                      f"{type(error).__name__}: {error}") from None
 
 

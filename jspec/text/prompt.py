@@ -7,6 +7,7 @@ import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from jspec.config.checks import FieldError
 from jspec.sampling_params import SamplingParams
 
 # Of a dict: "prompt" is text, "prompt_token_ids" are ids; with both the text is for people to read.
@@ -30,9 +31,10 @@ def read_prompt(prompt: Prompt, cache_salt: str | None = None) -> Given:
   given = _read(prompt)
   for salt in (given.cache_salt, cache_salt):
     if salt is not None and (not isinstance(salt, str) or not salt):
-      raise ValueError(f"cache_salt must be text that is not empty, got {reprlib.repr(salt)}")
+      raise FieldError("cache_salt",
+                       f"cache_salt must be text that is not empty, got {reprlib.repr(salt)}")
   if None not in (given.cache_salt, cache_salt) and given.cache_salt != cache_salt:
-    raise ValueError("the prompt has one cache_salt, and the call another")
+    raise FieldError("cache_salt", "the prompt has one cache_salt, and the call another")
   return given._replace(cache_salt=given.cache_salt or cache_salt)
 
 
@@ -43,18 +45,20 @@ def _read(prompt: Prompt) -> Given:
     return Given(None, _ids(prompt))
   unknown = [key for key, value in prompt.items() if key not in _KEYS and value is not None]
   if unknown:
-    raise ValueError(f"a prompt's keys are {', '.join(_KEYS)}, got {reprlib.repr(unknown[0])}")
+    raise FieldError(
+        "prompt", f"a prompt's keys are {', '.join(_KEYS)}, got {reprlib.repr(unknown[0])}")
   text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
   if text is None and ids is None:
-    raise ValueError("a prompt needs the key prompt or prompt_token_ids")
+    raise FieldError("prompt", "a prompt needs the key prompt or prompt_token_ids")
   if text is not None and not isinstance(text, str):
-    raise ValueError(f"the prompt must be text, got {reprlib.repr(text)}")
+    raise FieldError("prompt", f"the prompt must be text, got {reprlib.repr(text)}")
   return Given(text, None if ids is None else _ids(ids), prompt.get("cache_salt"))
+
 
 def _ids(ids: Any) -> tuple[int, ...]:
   if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable):
-    raise ValueError("a prompt must be text, a list of token ids, or a dict with one of these, "
-                     f"got {reprlib.repr(ids)}")
+    raise FieldError("prompt", "a prompt must be text, a list of token ids, or a dict with one of "
+                               f"these, got {reprlib.repr(ids)}")
   return tuple(ids)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import tokenizers
 import tokenizers.decoders
 
+from jspec.config.checks import FieldError
 from jspec.text import control_tokens
 from jspec.text.chat_template import Message, render_chat
 
@@ -40,12 +41,12 @@ class Tokenizer:
 
   def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
     if not isinstance(text, str):
-      raise ValueError(f"a prompt must be a string, got {type(text).__name__}")
+      raise FieldError("prompt", f"a prompt must be a string, got {type(text).__name__}")
     try:
       # A batch of one: other threads run meanwhile, as they don't beside backend.encode.
       return self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
     except TypeError:  # a lone surrogate: str without a UTF-8 form
-      raise ValueError("a prompt must be valid Unicode text") from None
+      raise FieldError("prompt", "a prompt must be valid Unicode text") from None
 
   def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
     """The tokens' text; ids without a token have none."""

@@ -123,8 +123,8 @@ class Sampling(Fields):
       raise Refused(f"{unknown[0]} is not supported", unknown[0])
     try:
       return SamplingParams(**asked)
-    except (ValueError, OverflowError) as error:
-      raise refusal(ValueError(*error.args)) from None
+    except ValueError as error:
+      raise refusal(error) from None
 
 
 class Choices(Sampling):

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jspec import Draining, EngineDead, QueueFull, RequestFailed
-from jspec.serving.service import sampling_field
+from jspec import Draining, EngineDead, FieldError, PromptTooLong, QueueFull, RequestFailed
 from jspec.serving.shares import ShareFull
 
 MAX_MESSAGE = 400  # characters: what a client sent is not sent back to it whole
-_PROMPT = re.compile(r"(the |a )?prompt\b")
-_TOO_LONG = re.compile(r"the prompt has \d+ (characters|tokens)\b")
-# Of a request's other fields, those that jspec's errors begin with.
-_OTHERS = ("request_id", "priority", "cache_salt", "chat_template_kwargs", "tools",
-           "continue_final_message")
 REASONS = {400: "invalid", 404: "not_found", 405: "method", 408: "timeout"}
 log = logging.getLogger("jspec.http")
 
@@ -46,9 +39,11 @@ def refusal(error: Exception, prompt_field: str | None = None,
     case Refused():
       return error
     case ValueError():  # by AsyncLLM's contract, of a request that can't be served as asked
-      param = _param(str(error), prompt_field) or otherwise
+      param = otherwise
+      if isinstance(error, FieldError):
+        param = prompt_field if error.field in ("prompt", "messages") else error.field
       # What gateways look for, to shorten the prompt or to choose another model.
-      code = "context_length_exceeded" if _TOO_LONG.match(str(error)) else None
+      code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
       return Refused(str(error), param, code=code)
     case ShareFull():
       return Refused(str(error), status=429, kind="rate_limit_error", code="client_queue_full",
@@ -76,11 +71,3 @@ def invalid(errors: Sequence[Mapping[str, Any]]) -> Refused:
   param = str(path[0]) + "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path[1:])
   message = error["msg"].removeprefix("Value error, ")
   return Refused(f"{param}: {message[:1].lower()}{message[1:]}", param)
-
-
-def _param(message: str, prompt_field: str | None) -> str | None:
-  """The field that a ValueError of jspec is about: its messages begin with the name."""
-  if _PROMPT.match(message):
-    return prompt_field
-  word = re.split(r"\W", message, maxsplit=1)[0]
-  return word if word in _OTHERS else sampling_field(message)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,13 +14,14 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from jspec import (
   CompletionOutput,
   EngineStats,
+  FieldError,
   Logprob,
   RequestOutput,
   SamplingParams,
   SpeculativeStats,
 )
 from jspec.serving.rpc import jspec_pb2 as pb
-from jspec.serving.service import Conversation, Delta, any_seed, sampling_field
+from jspec.serving.service import Conversation, Delta, any_seed
 
 
 class BadField(ValueError):
@@ -84,21 +84,21 @@ def conversation(chat: pb.Chat) -> Conversation:
 
 @contextlib.contextmanager
 def naming_the_field(otherwise: str) -> Iterator[None]:
-  """Gives a ValueError the name of the field that it is about: the one that its text begins with.
+  """Gives a ValueError the name that this interface has for the field that it is about.
 
   Args:
-    otherwise: the name for what says nothing of that kind.
+    otherwise: the name where it says none, or one that this interface has not.
   """
   try:
     yield
   except BadField:
     raise
   except ValueError as error:
-    if field := sampling_field(str(error)):
-      raise BadField(f"params.{field}", error) from None
-    word = re.split(r"\W", str(error), maxsplit=1)[0]
-    named = word in ("request_id", "priority", "cache_salt")
-    raise BadField(word if named else otherwise, error) from None
+    named = error.field if isinstance(error, FieldError) else ""
+    if named in pb.SamplingParams.DESCRIPTOR.fields_by_name:
+      raise BadField(f"params.{named}", error) from None
+    known = named in pb.GenerateRequest.DESCRIPTOR.fields_by_name
+    raise BadField(named if known else otherwise, error) from None
 
 
 def generate_reply(output: RequestOutput, news: Sequence[Delta | CompletionOutput],

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import pickle
 
 import pytest
 
+from jspec import FieldError
 from jspec.sampling_params import MAX_LOGPROBS, MAX_SEED, SamplingParams
 
 WHOLE = {"n": 1, "top_k": 0, "min_tokens": 0, "max_tokens": 0, "seed": 0, "logprobs": 0,
@@ -46,11 +48,18 @@ BAD = [  # field, value, the allowed range as the message has it
 
 @pytest.mark.parametrize("field, value, allowed", BAD, ids=lambda x: repr(x)[:30])
 def test_a_bad_value_is_refused_by_field_value_and_range(field, value, allowed):
-  with pytest.raises(ValueError) as error:
+  with pytest.raises(FieldError) as error:
     SamplingParams(**{field: value})
   message = str(error.value)
   shown = value if isinstance(value, (int, float)) else next(iter(value or [value]), value)
   assert field in message and allowed in message and str(shown) in message
+  assert error.value.field == field
+
+
+def test_a_refusal_keeps_its_field_and_its_sentence_on_the_way_to_another_process():
+  error = pickle.loads(pickle.dumps(FieldError("seed", "seed must be an integer")))
+  assert isinstance(error, ValueError)
+  assert (error.field, str(error)) == ("seed", "seed must be an integer")
 
 
 def test_min_tokens_above_max_tokens_is_refused():

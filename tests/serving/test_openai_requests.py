@@ -8,7 +8,7 @@ import json
 import pytest
 from tiny_llm import byte_tokenizer
 
-from jspec import Logprob, SamplingParams
+from jspec import FieldError, Logprob, PromptTooLong, SamplingParams
 from jspec.serving.openai.answers import ChatAnswer
 from jspec.serving.openai.api import MAX_CHOICES, CompletionRequest
 from jspec.serving.openai.chat import ChatRequest, DetokenizeRequest, TokenizeRequest
@@ -286,6 +286,16 @@ def test_impossible_tokens_have_openais_number():
   answer = ChatAnswer(call, "m", byte_tokenizer())
   [entry] = answer.logprobs([{5: Logprob(-float("inf"), 64, "c")}])["content"]
   assert entry["logprob"] == entry["top_logprobs"][0]["logprob"] == -9999.0
+
+
+def test_a_refusal_is_about_the_field_it_has_whatever_its_sentence_begins_with():
+  about = lambda error: refusal(error, "input", "messages").body["error"]
+  assert about(FieldError("seed", "n is a sentence"))["param"] == "seed"
+  assert about(FieldError("prompt", "seed is a sentence"))["param"] == "input"
+  assert about(ValueError("seed is a sentence"))["param"] == "messages"
+  long = PromptTooLong("prompt", "seed is a sentence")
+  assert (about(long)["param"], about(long)["code"]) == ("input", "context_length_exceeded")
+  assert about(ValueError("the prompt has 9 tokens"))["code"] is None
 
 
 def test_errors_are_short_and_tell_no_secrets(caplog):
