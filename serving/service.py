@@ -115,15 +115,13 @@ class Service:
 
     In a thread: a long text takes a while, and other requests go on.
     """
-    more: dict[str, Any] = {
-        "continue_final_message": chat.continue_final_message or None,
-        "chat_template": self.policy.chat_template,
-        "chat_template_kwargs": chat.chat_template_kwargs, "tools": chat.tools,
-        "plain_content": None if self.policy.plain_message_content else False}
     try:
       return await asyncio.to_thread(
           self.engine.llm.encode_chat, chat.messages, chat.add_generation_prompt,
-          **{name: value for name, value in more.items() if value is not None})
+          continue_final_message=chat.continue_final_message,
+          chat_template=self.policy.chat_template,
+          chat_template_kwargs=chat.chat_template_kwargs, tools=chat.tools,
+          plain_content=self.policy.plain_message_content)
     except RecursionError:
       raise FieldError("messages",
                        "the chat template cannot write what is nested so deeply") from None

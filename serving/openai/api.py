@@ -31,7 +31,6 @@ MAX_STOPS = 64  # strings, each of which is looked for after every token
 MAX_NAME = 200  # characters of what a client calls its request
 COMPLETION_TOKENS = 16  # OpenAI's default for completions; chat has none
 
-_KNOWN = frozenset(f.name for f in dataclasses.fields(SamplingParams))
 _SAME = (  # fields that are passed on as they come
   "n", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
   "frequency_penalty", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens", "stop",
@@ -119,8 +118,6 @@ class Sampling(Fields):
     """SamplingParams of the fields, of `own` ones, which go first, and of the server's defaults."""
     given = {name: value for name in _SAME if (value := getattr(self, name, None)) is not None}
     asked = {**defaults, **given, "seed": any_seed(self.seed), **own}
-    if unknown := sorted(asked.keys() - _KNOWN):
-      raise Refused(f"{unknown[0]} is not supported", unknown[0])
     try:
       return SamplingParams(**asked)
     except ValueError as error:

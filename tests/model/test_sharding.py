@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import os
 import pathlib
 import re
 import socket
@@ -214,9 +215,11 @@ def test_two_processes_generate_what_one_does(tmp_path):
   with socket.socket() as s:
     s.bind(("localhost", 0))
     address = f"localhost:{s.getsockname()[1]}"
-  program = pathlib.Path(__file__).parents[1] / "support/two_processes.py"
-  started = [subprocess.Popen([sys.executable, program, address, str(i)], stdout=subprocess.PIPE,
-                              stderr=subprocess.PIPE, text=True) for i in range(2)]
+  root = pathlib.Path(__file__).parents[2]
+  command = [sys.executable, root / "tests/support/two_processes.py", address]
+  started = [subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                              text=True, env={**os.environ, "PYTHONPATH": str(root)})
+             for i in range(2)]
   results = [p.communicate(timeout=300) for p in started]
   for process, (out, err) in zip(started, results, strict=True):
     assert process.returncode == 0, err[-3000:]

@@ -28,7 +28,7 @@ def run(platform: str, *arguments: str, path: pathlib.Path):
   done = subprocess.run(
       [sys.executable, ROOT / "scripts/device_check.py", "--platform", platform, "--output", path,
        *arguments], text=True, capture_output=True, timeout=300, cwd=path.parent,
-      env={**os.environ, "JAX_PLATFORMS": "cpu"})
+      env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)})
   return done.returncode, done.stdout + done.stderr, (
       json.loads(path.read_text()) if path.exists() else None)
 

@@ -51,8 +51,8 @@ def test_a_port_after_a_server_that_lingers_is_held_against_a_second_one():
 
 
 def test_a_process_that_was_killed_leaves_its_port_free():
-  source = ("import asyncio, sys; from serving.server import hold_port\n"
-            "from serving.http.server import reusable\n"
+  source = ("from jspec.serving.server import hold_port\n"
+            "from jspec.serving.http.server import reusable\n"
             "s = hold_port('127.0.0.1', 0); reusable(s, True); s.listen()\n"
             "print(s.getsockname()[1], flush=True); c, _ = s.accept(); c.recv(1)\n")
   with subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE) as process:
