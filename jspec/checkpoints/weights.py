@@ -14,14 +14,13 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-import jax
 import ml_dtypes
 import numpy as np
 import tqdm
 
 from jspec.config import DTYPES, ModelConfig
 from jspec.config.checks import check_int, first_bytes, inside, parse_json, read_json, shown
-from jspec.model.params import Params, Path, Place, on_device, param_shapes
+from jspec.model.params import Params, Path, Place, insert, on_device, param_shapes
 
 T = TypeVar("T")
 
@@ -130,19 +129,12 @@ def build_params(source: TensorSource, config: ModelConfig, dtype: str = "float3
     is_norm = len(path) > 1 and str(path[-2]).endswith("norm")
     # Always a copy of our own: JAX must not alias a mapped file that may change under it.
     array = np.array(array, dtype=_numpy_dtype("float32" if is_norm else dtype), order="C")
-    _insert(params, path, (place or on_device)(path, array))
+    insert(params, path, (place or on_device)(path, array))
   return params
 
 
 def _numpy_dtype(dtype: str) -> np.dtype:
   return np.dtype(ml_dtypes.bfloat16) if dtype == "bfloat16" else np.dtype(dtype)
-
-
-def _insert(params: Params, path: Path, leaf: jax.Array) -> None:
-  node: Any = params
-  for key in path[:-1]:
-    node = node[key] if isinstance(key, int) or isinstance(node, list) else node.setdefault(key, {})
-  node[path[-1]] = leaf
 
 
 def progress_bar(items: Collection[Any], label: str, progress: bool | None) -> Iterable[Any]:

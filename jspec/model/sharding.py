@@ -20,21 +20,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jspec.config import ModelConfig
-from jspec.model.params import Place
+from jspec.model.params import Place, axes_of
 from jspec.types import KVPages, SlotSampling, SpecState
 
-MESH_AXES = {"heads": "tp", "kv_heads": "tp", "mlp": "tp", "vocab": "tp", "slots": None,
-             "pages": None, None: None}
-PARAM_AXES: dict[tuple[str, ...], tuple[str | None, ...]] = {  # the end of a parameter's path
-  ("embed",): ("vocab", None), ("head", "w"): (None, "vocab"),
-  ("q", "w"): (None, "heads"), ("q", "b"): ("heads",),
-  ("k", "w"): (None, "kv_heads"), ("k", "b"): ("kv_heads",),
-  ("v", "w"): (None, "kv_heads"), ("v", "b"): ("kv_heads",),
-  ("o", "w"): ("heads", None),
-  ("gate", "w"): (None, "mlp"), ("gate", "b"): ("mlp",),
-  ("up", "w"): (None, "mlp"), ("up", "b"): ("mlp",),
-  ("down", "w"): ("mlp", None),
-}  # all others are replicated
+MESH_AXES = {"heads": "tp", "kv_heads": "tp", "mlp": "tp", "vocab": "tp", "width": None,
+             "head_dim": None, "positions": None, "slots": None, "pages": None, None: None}
 STATE_AXES: dict[str, tuple[str | None, ...]] = {  # fields of KVPages and SlotSampling
   "k": ("pages", None, "kv_heads"), "v": ("pages", None, "kv_heads"),
   "k_scale": ("pages", "kv_heads", None), "v_scale": ("pages", "kv_heads", None),
@@ -69,13 +59,10 @@ def split_config(config: ModelConfig, tp: int, role: str = "the model") -> Model
 
 def param_spec(path: Sequence[Any], shape: Sequence[int], tp: int) -> P:
   """How a parameter is split, by its path in the model's tree, e.g. ("layers", 3, "q", "w")."""
-  axes = next((PARAM_AXES[tuple(path[-n:])] for n in (2, 1) if tuple(path[-n:]) in PARAM_AXES),
-              (None,) * len(shape))
-  if tp == 1:
-    axes = (None,) * len(shape)
+  axes = None if tp == 1 else axes_of(path)
   # A vocabulary that does not divide is held whole by everybody.
-  return P(*(MESH_AXES[axis] if axis and size % tp == 0 else None
-             for axis, size in zip(axes, shape, strict=True)))
+  return P(*(None if size % tp else MESH_AXES[axis]
+             for axis, size in zip(axes or (None,) * len(shape), shape, strict=True)))
 
 
 def placer(mesh: Mesh, config: ModelConfig, tp: int) -> Place:
