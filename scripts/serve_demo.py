@@ -71,11 +71,11 @@ def events(url: str, body: dict) -> Iterator[dict]:
                                    {"Content-Type": "application/json"})
   with urllib.request.urlopen(request, timeout=300) as response:
     for line in response:
-      content = line.decode().strip().removeprefix("data: ")
-      if content == "[DONE]":
+      content = line.decode().strip()
+      if content == "data: [DONE]":
         return
-      if content:
-        yield json.loads(content)
+      if content.startswith("data: "):  # no comment, as of a request that waits
+        yield json.loads(content.removeprefix("data: "))
 
 
 if __name__ == "__main__":

@@ -77,8 +77,9 @@ def events(content: bytes) -> list[dict]:
 
 
 def test_a_chat_stream_is_well_formed(server):
-  response = server.post("/v1/chat/completions", messages=USER, seed=1, max_tokens=12, n=2,
-                         stream=True, stream_options={"include_usage": True})
+  with server.in_step():
+    response = server.post("/v1/chat/completions", messages=USER, seed=1, max_tokens=12, n=2,
+                           stream=True, stream_options={"include_usage": True})
   assert response.headers["content-type"].startswith("text/event-stream")
   assert response.headers["cache-control"] == "no-cache"
   *chunks, last = events(response.content)
@@ -98,7 +99,8 @@ def test_characters_are_whole_in_every_event(server):
   """Commas and the two halves of é are most of what is generated."""
   bias = {str(t): 9.0 for t in server.service.engine.llm.tokenizer.encode(",é")}
   fields = dict(prompt="he", logit_bias=bias, seed=2, max_tokens=40, ignore_eos=True)
-  chunks = events(server.post(COMPLETIONS, **fields, stream=True).content)
+  with server.in_step():
+    chunks = events(server.post(COMPLETIONS, **fields, stream=True).content)
   pieces = [c["choices"][0]["text"] for c in chunks]
   whole = server.post(COMPLETIONS, **fields).json()["choices"][0]["text"]
   assert "".join(pieces) == whole and "é" in whole

@@ -85,8 +85,9 @@ def test_answers_go_back_in_as_they_came(client):
   assert again.usage.input_tokens > first.usage.input_tokens + first.usage.output_tokens
 
 
-def test_events_come_in_openais_order_and_join_to_the_text(client, expected):
-  events = list(client.responses.create(**FIELDS, stream=True))
+def test_events_come_in_openais_order_and_join_to_the_text(server, client, expected):
+  with server.in_step():
+    events = list(client.responses.create(**FIELDS, stream=True))
   *names, last = [event.type for event in events]
   assert list(dict.fromkeys(names)) == EVENTS
   assert last == ("response.incomplete" if expected.finish_reason == "length"

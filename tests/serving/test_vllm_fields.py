@@ -38,7 +38,8 @@ def chunks(server: Running, path: str, **fields) -> list[dict]:
                                        (CHAT, {"messages": USER})])
 def test_usage_in_every_chunk_grows_to_the_last_one(server, path, own):
   options = {"include_usage": True, "continuous_usage_stats": True}
-  got = chunks(server, path, **own, **GREEDY, n=2, stream_options=options)
+  with server.in_step():
+    got = chunks(server, path, **own, **GREEDY, n=2, stream_options=options)
   counts = [chunk["usage"]["completion_tokens"] for chunk in got]
   assert counts == sorted(counts) and len(set(counts)) > 3 and counts[-1] == 20
   assert len({chunk["usage"]["prompt_tokens"] for chunk in got}) == 1

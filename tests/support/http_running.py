@@ -20,6 +20,7 @@ from jspec.serving.service import Service
 COMPLETIONS = "/v1/completions"
 MODEL = "tiny/ngram"  # a slash, as the names of Hugging Face have
 JSON = {"Content-Type": "application/json"}
+TURNS = 100  # of the event loop, in which a snapshot is surely shown
 
 
 class Running:
@@ -70,6 +71,14 @@ class Running:
         yield go_on
       finally:
         go_on.set()
+
+  def in_step(self) -> contextlib.AbstractContextManager[None]:
+    """The engine waits until the event loop has shown all: no reader misses a snapshot."""
+    async def turns() -> None:
+      for _ in range(TURNS):
+        await asyncio.sleep(0)
+
+    return self.paused(lambda: self.run(turns()))
 
   def wait_for(self, condition: Callable[[], bool], timeout: float = 30) -> None:
     until = time.monotonic() + timeout
