@@ -26,7 +26,7 @@ train-demo: $(READY)  # writes its own data, trains a small head, measures it on
 	  --head runs/demo/head/head --tokens 2 --limit-per-task 240 --max-tokens 64
 
 test: $(READY)
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu and not tpu and not aot"
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not gpu and not tpu and not aot"
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -31,7 +31,7 @@ if importlib.util.find_spec("libtpu") is None:
   jax.config.update("jax_compilation_cache_dir", str(CACHE))
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 MAX_MAPS = 25_000
-SUPPORT = str(pathlib.Path(__file__).parent / "support")
+TESTS = str(pathlib.Path(__file__).parent)
 
 
 @pytest.fixture(scope="session")
@@ -40,27 +40,42 @@ def smollm2() -> hub.LoadedModel:
   return hub.load_model("smollm2-135m-instruct")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def forget_compiled_programs(request):
-  yield
-  forget(request.module)
+def group_of(item) -> str:
+  """What one process runs, one test after another: a file; in tests/laws all tests of a case."""
+  case = getattr(item, "callspec", None) and item.callspec.params.get("name")
+  return f"laws of {case}" if item.path.parent.name == "laws" and case else (
+      str(item.path.relative_to(TESTS)))
 
 
-@pytest.fixture(autouse=True)
-def forget_before_it_is_too_late(request):
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+  """The tests of a group stand together, and --dist loadgroup gives them to one process."""
+  groups: dict[str, list] = {}
+  for item in items:
+    groups.setdefault(group_of(item), []).append(item)
+    item.add_marker(pytest.mark.xdist_group(group_of(item)))
+  items[:] = [item for group in groups.values() for item in group]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item, nextitem):
   """Each compiled program holds memory maps, of which a process may have some 65,000."""
-  yield
+  laws = lambda item: group_of(item).startswith("laws of ")
+  if nextitem is None or item.path != nextitem.path and not (laws(item) and laws(nextitem)) or (
+      num_maps() > MAX_MAPS):
+    forget()
+
+
+def num_maps() -> int:
   maps = pathlib.Path("/proc/self/maps")
-  if maps.is_file() and maps.read_bytes().count(b"\n") > MAX_MAPS:
-    forget(request.module)
+  return maps.read_bytes().count(b"\n") if maps.is_file() else 0
 
 
-def forget(own):
+def forget():
   jax.clear_caches()
-  support = [module for module in [*sys.modules.values()]
-             if str(getattr(module, "__file__", "")).startswith(SUPPORT)]
-  for module in (*support, own):  # what they keep was compiled, too
-    for kept in vars(module).values():
-      if hasattr(kept, "cache_clear"):
-        kept.cache_clear()
+  for module in [*sys.modules.values()]:
+    if str(getattr(module, "__file__", "")).startswith(TESTS):
+      for kept in vars(module).values():  # what they keep was compiled, too
+        if hasattr(kept, "cache_clear"):
+          kept.cache_clear()
   gc.collect()
