@@ -40,7 +40,9 @@ def test_greedy_text_is_plain_decodings(name):
 def test_greedy_text_with_a_kernel_in_place_of_the_reference(monkeypatch, name, kernel):
   """The Pallas kernels, interpreted, at every residue of the page size. Most of them are slow."""
   monkeypatch.setattr(paged_attention_tpu, "TILE_ROWS", tiny.PAGE)  # no tiles here
-  rig = tiny.rig(name, 24, attend=attention.choose("cpu", kernel, interpret=True))
+  n = tiny.CASES[name](tiny.TARGET)[0].num_nodes
+  widths = None if name == "ngram" else ((24 * n, n),)  # each is compiled
+  rig = tiny.rig(name, 24, widths, attend=attention.choose("cpu", kernel, interpret=True))
   got, _ = tiny.generate(rig, tiny.start(rig, tiny.random_prompts(B)[:24]), LENGTH)
   assert got == greedy("none")[0][:24]
 
@@ -169,7 +171,7 @@ def test_multi_step_is_as_many_steps(name="ngram"):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_bitwise_logits_do_not_depend_on_the_width(dtype):
   """Verification of N tokens of B slots gives the bits of decoding them one by one, alone."""
-  config = ModelConfig("tiny", 320, 96, 2, 6, 2, 16, 224, 64)
+  config = ModelConfig("tiny", 320, 96, 1, 6, 2, 16, 224, 64)
   params = init_params(jax.random.key(1), config, jnp.dtype(dtype))
   token = jax.random.randint(jax.random.key(2), (3, 24), 0, 320)
 

@@ -16,6 +16,7 @@ from tiny_cases import CASES, DRAFT, MAX_LEN, PAGE, TARGET, VOCAB, params_of, ta
 from jspec.engine.slot_sampling import empty_sampling
 from jspec.model import cache
 from jspec.model.attention import Attend
+from jspec.model.control import run_if
 from jspec.pallas import reference
 from jspec.speculation import step
 from jspec.speculation.drafter import Drafter
@@ -24,7 +25,7 @@ from jspec.types import PAD_TOKEN, SlotRequest, Slots, SpecState
 
 __all__ = ["CASES", "DRAFT", "MAX_LEN", "PAGE", "TARGET", "VOCAB", "params_of", "target_params"]
 
-PREFILL = (8, 16)  # chunk sizes of a prompt's two halves
+PREFILL = 16  # chunk size of a prompt's two halves
 
 
 # The same drafter as another case, with other parameters, another shape or another rule for ties:
@@ -117,20 +118,22 @@ def _programs(config: StepConfig, drafter: Drafter):
 
 
 def _make_fill(config: StepConfig, drafter: Drafter) -> Callable:
-  """Admits and prefills every slot, each prompt in two chunks of different programs."""
-  prefills = [step.make_prefill(config, drafter, size) for size in PREFILL]
+  """Admits and prefills every slot, each prompt in two chunks."""
+  prefill = step.make_prefill(config, drafter, PREFILL)
 
-  def fill_slot(params, requests, tokens, count, slot, state):
-    state = step.admit(state, slot, jax.tree.map(lambda x: x[slot], requests))
-    first = jnp.minimum(count[slot] // 2, PREFILL[0])
-    for i, at, n in ((0, 0, first), (1, first, count[slot] - first)):
-      chunk = jax.lax.dynamic_slice_in_dim(tokens[slot], at, PREFILL[i] + 1)
-      state, _ = prefills[i](params, state, slot, chunk, n, jnp.bool_(i == 1))
-    return state
+  def fill_half(params, requests, tokens, count, i, state):
+    slot, is_last = i // 2, i % 2 == 1
+    request = jax.tree.map(lambda x: x[slot], requests)
+    state = run_if(~is_last, lambda state: step.admit(state, slot, request), state)
+    first = jnp.minimum(count[slot] // 2, PREFILL // 2)
+    at = jnp.where(is_last, first, 0)
+    chunk = jax.lax.dynamic_slice_in_dim(tokens[slot], at, PREFILL + 1)
+    return prefill(params, state, slot, chunk, jnp.where(is_last, count[slot] - first, first),
+                   is_last)[0]
 
   def fill(params, state, requests, tokens, count):
-    run = lambda slot, state: fill_slot(params, requests, tokens, count, slot, state)
-    return jax.lax.fori_loop(0, tokens.shape[0], run, state)
+    half = lambda i, state: fill_half(params, requests, tokens, count, i, state)
+    return jax.lax.fori_loop(0, 2 * tokens.shape[0], half, state)
 
   return fill
 
@@ -161,9 +164,9 @@ def empty_state(drafter: Drafter, b: int, table, num_pages: int, model=TARGET) -
 
 def admit_all(rig: Rig, state: SpecState, requests: SlotRequest, prompts, params=None) -> SpecState:
   """Every slot taken anew; prompts[i] is what request i's length leaves of its prompt."""
-  tokens = np.zeros((rig.num_slots, sum(PREFILL) + PREFILL[1] + 1), np.int32)
+  tokens = np.zeros((rig.num_slots, 2 * PREFILL + 1), np.int32)
   for row, prompt in zip(tokens, prompts, strict=True):
-    assert len(prompt) <= sum(PREFILL)
+    assert len(prompt) <= PREFILL // 2 + PREFILL
     row[:len(prompt)] = prompt
   count = jnp.array([len(p) for p in prompts])
   return rig.fill(params or rig.params, state, requests, tokens, count)
