@@ -108,7 +108,7 @@ def test_no_logits_are_gathered(method):
   assert not large
   sums = f",{config.width}]"
   kinds = collections.Counter(kind for kind, shape in sent if shape.endswith(sums))
-  least = (4 if method == "ngram" else 3) * (2 * config.num_layers + 1)  # in each width's program
+  least = 3 * (2 * config.num_layers + 1)  # in each width's program
   assert set(kinds) == {"all-reduce"} and kinds["all-reduce"] >= least
 
 

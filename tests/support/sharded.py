@@ -13,7 +13,7 @@ from jspec.llm import LLM
 from jspec.model.params import init_params
 from jspec.sampling_params import SamplingParams
 
-CONFIG = tiny_llm.tiny_config(num_heads=8, num_kv_heads=2, vocab_size=64, mlp_dim=64)
+CONFIG = tiny_llm.tiny_config(num_heads=8, num_kv_heads=2, vocab_size=64, mlp_dim=64, num_layers=1)
 PROMPTS = [[1, 2, 3, 4, 5, 6, 1, 2, 3], [7, 8, 9, 10, 7, 8], [20, 21], [5] * 10]
 SAMPLING = [
     SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
@@ -21,9 +21,9 @@ SAMPLING = [
     SamplingParams(temperature=0, repetition_penalty=1.2, max_tokens=20, ignore_eos=True),
     SamplingParams(temperature=1.0, seed=1, top_k=5, min_p=0.01, logit_bias={7: 2.0}, max_tokens=20,
                    ignore_eos=True)]
-SPECULATION = {
-  "ngram": tiny_llm.SPECULATION["ngram"],
-  "draft": {"model": tiny_llm.NAME, "num_speculative_tokens": 3},
+SPECULATION = {  # of three nodes each: three widths to compile
+  "ngram": {**tiny_llm.SPECULATION["ngram"], "num_speculative_tokens": 2},
+  "draft": {"model": tiny_llm.NAME, "num_speculative_tokens": 2},
   "tree": {"model": tiny_llm.NAME, "tree_widths": [2], "draft_sample_method": "probabilistic"},
 }
 

@@ -9,7 +9,9 @@ import os
 import sys
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+os.environ["XLA_FLAGS"] = " ".join([  # two devices; compiled as conftest.py has it compiled
+    *(flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag),
+    "--xla_force_host_platform_device_count=2"])
 
 import jax  # noqa: E402
 
