@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 
 import jax
@@ -38,11 +39,22 @@ BREAKS = {"NaN": (slice(None), np.nan), "one NaN": (5, np.nan), "+inf": (5, np.i
           "all -inf": (slice(None), -np.inf)}
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def judged(rule, logits, draft, mask, temperature):
+  """What judge says of chains of N nodes, all of them in rows."""
+  b = len(mask)
+  rows = pack(jnp.ones((b, N), bool), b * N)
+  state = types.SimpleNamespace(
+      length=jnp.arange(b), key=jax.random.split(jax.random.key(0), b), active=jnp.ones(b, bool),
+      num_output=jnp.ones(b, jnp.int32), sampling=tiny.sampling_for(b, temperature=temperature))
+  verification, has_q = RULES[rule]
+  return judge(logits, draft, mask, rows, state, has_q, verification)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("rule", RULES)
 def test_nothing_is_accepted_behind_a_broken_node_under_any_rule(rule, temperature):
   """Chains that are accepted whole but for that; slots break at node 0, 1, 2, 3, or not at all."""
-  verification, has_q = RULES[rule]
   at = [*range(N)] * len(BREAKS) + [N]
   b = len(at)
   token = np.tile(np.arange(1, N + 1), (b, 1)).astype(np.int32)
@@ -51,16 +63,11 @@ def test_nothing_is_accepted_behind_a_broken_node_under_any_rule(rule, temperatu
     logits[:, i, i + 2] = 80.0  # the next draft, or after the last one 5
   for slot, (place, value) in enumerate(x for x in BREAKS.values() for _ in range(N)):
     logits[slot, at[slot], place] = value
-  q = jax.nn.one_hot(token, V) if has_q else None
+  q = jax.nn.one_hot(token, V) if RULES[rule][1] else None
   parent = jnp.tile(jnp.array([NO_PARENT, *range(N - 1)]), (b, 1))
   draft = DraftTree(jnp.array(token), parent, q)
-  mask = tree.ancestors(parent, N - 1)
-  state = types.SimpleNamespace(
-      length=jnp.arange(b), key=jax.random.split(jax.random.key(0), b), active=jnp.ones(b, bool),
-      num_output=jnp.ones(b, jnp.int32), sampling=tiny.sampling_for(b, temperature=temperature))
-  verdict, broken = jax.tree.map(np.array, judge(
-      jnp.array(logits.reshape(-1, V)), draft, mask, pack(parent >= NO_PARENT, b * N), state,
-      has_q, verification))
+  verdict, broken = jax.tree.map(np.array, judged(
+      rule, logits.reshape(-1, V), draft, tree.ancestors(parent, N - 1), temperature))
   assert broken.tolist() == [True] * (b - 1) + [False]
   assert verdict.num_accepted.tolist() == [*at[:-1], N - 1]
   assert verdict.bonus[-1] == N + 1
@@ -72,16 +79,11 @@ def test_drafts_of_a_law_that_is_nan_count_as_not_made(rule):
   b = 64
   parent = jnp.tile(jnp.array([NO_PARENT, 0, 1, 2]), (b, 1))
   token = jnp.tile(jnp.array([1, 2, 3, 4]), (b, 1))
-  state = types.SimpleNamespace(
-      length=jnp.arange(b), key=jax.random.split(jax.random.key(0), b), active=jnp.ones(b, bool),
-      num_output=jnp.ones(b, jnp.int32), sampling=tiny.sampling_for(b, temperature=1.0))
   logits = jnp.tile(jnp.array(ROW), (b * N, 1))
-  rows = pack(parent >= NO_PARENT, b * N)
 
   def verdict(first, q):
     draft = DraftTree(token, parent.at[:, first:].set(NO_PARENT), q)
-    return judge(logits, draft, tree.ancestors(parent, N - 1), rows, state, True,
-                 RULES[rule][0])
+    return judged(rule, logits, draft, tree.ancestors(parent, N - 1), 1.0)
 
   q = jnp.full((b, N, V), 1 / V)
   for first in (1, 2):

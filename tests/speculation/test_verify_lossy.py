@@ -120,7 +120,7 @@ def test_lossy_rules_say_so_in_their_names():
                                   Verification("lossy_synthetic", rates=(0.9, 0.8, 0.7, 0.6))])
 def test_a_lossy_rule_runs_in_the_step_and_is_not_the_lossless_one(rule):
   """At temperature 1 more tokens pass."""
-  b = 256
+  b = 64
   rig = tiny.rig("random_trees" if rule.name == "lossy_typical" else "ngram", b)
   ruled = dataclasses.replace(rig.config, verification=rule)
   lossy, _ = tiny.compiled(step.make_step(ruled, rig.drafter), 1)
