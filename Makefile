@@ -58,4 +58,4 @@ $(AOT_READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(AOT) site
+	rm -rf $(VENV) $(AOT) build dist site

@@ -311,5 +311,5 @@ def _check_installed() -> None:
   missing = [package for package, module in _NEEDED.items()
              if importlib.util.find_spec(module) is None]
   if missing:
-    raise ValueError(f"jspec serve needs {', '.join(missing)}: run pip install '.[serve]' "
-                     "in jspec's folder")
+    raise ValueError(f"jspec serve needs {', '.join(missing)}, which jspec-jax's extra 'serve' "
+                     "brings")

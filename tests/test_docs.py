@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import ast
+import collections
 import importlib
 import inspect
+import io
 import pathlib
 import re
 import runpy
 import shlex
 import sys
 import textwrap
+import tokenize
 from typing import Any, NamedTuple
 
 import pytest
@@ -26,6 +29,12 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md",
          *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"(?:<!-- (needs [^>]*) -->\n\n?)?^```(\w*)\n(.*?)^```$", re.M | re.S)
 MAX_LINES, MAX_COLUMNS = 120, 100
+FOLDERS = ("jspec", "serving", "training", "tests", "scripts", "docs")
+# Named like files of the repository, or lying where its files lie: of models, and what is made.
+OF_OTHERS = {"convert_hf_to_gguf.py"}  # llama.cpp's
+ELSEWHERE = {"config.json", "generation_config.json", "tokenizer.json", "result.json", "site/",
+             "report.json", "build/"}
+PATH = re.compile(r"[\w./-]*\w\.(?:py|md|toml|json|yaml|yml|tf|proto|png|txt|cff)|[\w./-]+/")
 
 
 class Block(NamedTuple):
@@ -48,7 +57,10 @@ def blocks(language: str, text: str | None = None) -> list[Block]:
 
 
 def commands() -> list[tuple[str, str]]:
-  """(where, command line): of sh blocks, and of code in the text that begins with jspec."""
+  """(where, command line): of sh blocks, and of code in the text that begins with jspec.
+
+  A command's mere name in the text is no command line.
+  """
   found = []
   for block in blocks("sh"):
     lines = block.text.replace("\\\n", " ").splitlines()
@@ -56,7 +68,7 @@ def commands() -> list[tuple[str, str]]:
   for page in PAGES:
     prose = FENCE.sub("", page.read_text(encoding="utf-8"))
     for code in re.findall(r"`(jspec [^`]+)`", prose):
-      if "..." not in code and "--help" not in code:
+      if not ("..." in code or "--help" in code or code.removeprefix("jspec ") in main.COMMANDS):
         found.append((page.name, code))
   return found
 
@@ -205,6 +217,93 @@ def test_readme_is_short():
   assert not [line for line in lines if len(line) > MAX_COLUMNS]
 
 
+def repository() -> dict[str, list[str]]:
+  """Ends of paths -> the paths: a/b/c is also b/c and c. A folder ends in a slash."""
+  found = collections.defaultdict(list)
+  for folder in FOLDERS:
+    for path in [ROOT / folder, *(ROOT / folder).rglob("*")]:
+      if "__pycache__" not in path.parts:
+        parts = path.relative_to(ROOT).parts
+        for i in range(len(parts)):
+          found["/".join(parts[i:]) + "/" * path.is_dir()].append("/".join(parts))
+  for path in ROOT.iterdir():
+    found[path.name] = [path.name]  # a name alone is the file at the top
+  return found
+
+
+def unknown_paths(text: str, folder: pathlib.Path, known: dict[str, list[str]]) -> list[str]:
+  """Paths in a page's text that are not those of one file or folder.
+
+  Code that is a path, and all that begins with a folder of the repository's, blocks included. A
+  path may leave out what it begins with, but for the last folder, or begin at the page's own. NAME
+  stands for what a reader adds.
+  """
+  codes = [code for code in re.findall(r"`([^`\n]+)`", FENCE.sub("", text)) if PATH.fullmatch(code)]
+  begun = re.findall(rf"(?<![\w./:-])(?:{'|'.join(FOLDERS)})/[\w./-]*\w", text)
+  return [path for path in [*codes, *begun]
+          if not (path in ELSEWHERE or "NAME" in path or (folder / path).exists()
+                  or (ROOT / path).exists() or "/" in path and len(known[path]) == 1)]
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "serving/deploy/README.md", *(
+    ROOT / "jspec/checkpoints/shipped_heads").glob("*/README.md")], ids=lambda page: page.name)
+def test_paths_are_those_of_files(page):
+  assert not unknown_paths(page.read_text(encoding="utf-8"), page.parent, repository())
+
+
+def test_a_path_of_no_file_is_found():
+  known = repository()
+  for wrong in ("`engine.py`", "`drafters/base.py`", "`jspec/model.py`", "`drafters/`",
+                "```sh\npytest tests/test_laws.py\n```", "`pytest tests/test_laws.py`"):
+    assert unknown_paths(wrong, ROOT / "docs", known), wrong
+  for right in ("`jspec/engine/loop.py`", "`engine/loop.py`", "`serving/`", "`pyproject.toml`",
+                "`jspec/drafters/NAME.py`", "`python x.py`"):
+    assert not unknown_paths(right, ROOT / "docs", known), right
+
+
+def comments(source: str) -> list[str]:
+  """Docstrings and comments of a module."""
+  nodes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+  found = [ast.get_docstring(n) or "" for n in ast.walk(ast.parse(source)) if isinstance(n, nodes)]
+  tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+  return found + [token.string for token in tokens if token.type == tokenize.COMMENT]
+
+
+@pytest.mark.parametrize("folder", FOLDERS[:-1])
+def test_modules_that_comments_name_are_there(folder):
+  known, seen, wrong = repository(), 0, []
+  for path in sorted((ROOT / folder).rglob("*.py")):
+    for text in comments(path.read_text(encoding="utf-8")):
+      for name in re.findall(r"[\w./-]*\w\.py\b", text):
+        seen += 1
+        if not known[name] and name not in OF_OTHERS:
+          wrong.append(f"{path.relative_to(ROOT)}: {name}")
+  assert seen, folder
+  assert not wrong
+
+
+def test_the_walk_from_readme_to_a_step_and_from_a_command_to_a_token():
+  """README links to the file that has `step`; design.md names at most seven files, each with the
+  function to read."""
+  readme = (ROOT / "README.md").read_text(encoding="utf-8")
+  assert "def step(" in (ROOT / "jspec/speculation/step.py").read_text(encoding="utf-8")
+  assert "](jspec/speculation/step.py)" in readme and "](docs/design.md)" in readme
+  page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+  section = page.split("## From `jspec serve` to a token")[1].split("\n## ")[0]
+  walk = re.findall(r"^\d\. `([\w/]+\.py)`, `(\w+)`:", section, re.M)
+  assert 3 < len(walk) <= 7 and walk[0][1] == "run_serve" and walk[-1][1] == "step"
+  for file, function in walk:
+    assert re.search(rf"def {function}\(", (ROOT / file).read_text(encoding="utf-8")), file
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_lines_are_short_but_for_tables_and_output(page):
+  text = FENCE.sub(lambda block: "" if block[2] == "text" else block[0],
+                   page.read_text(encoding="utf-8"))
+  assert not [line for line in text.splitlines()
+              if len(line) > MAX_COLUMNS and not line.startswith("|")]
+
+
 def anchors(page: pathlib.Path) -> set[str]:
   headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text(encoding="utf-8")), re.M)
   return {re.sub(r"[\s]+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip())
@@ -231,6 +330,12 @@ def test_every_page_is_in_the_navigation():
 def test_types_travel_with_the_package():
   settings = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
   assert (ROOT / "jspec" / "py.typed").exists() and '"py.typed"' in settings
+
+
+def test_there_is_one_version():
+  assert f"\nversion: {jspec.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+  page = (ROOT / "docs" / "installing.md").read_text(encoding="utf-8")
+  assert f"dist/jspec_jax-{jspec.__version__}-py3-none-any.whl" in page
 
 
 def test_blocks_are_found_with_what_they_need():

@@ -1,4 +1,4 @@
-"""Who may import whom (DESIGN.md, section 2), and how large a file or a function may grow."""
+"""Who may import whom (the house is BELOW), and how large a file or a function may grow."""
 
 from __future__ import annotations
 

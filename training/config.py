@@ -56,7 +56,7 @@ class DataConfig(_Checked):
   """Texts, and how they become batches."""
 
   section: ClassVar[str] = "data."
-  shards: tuple[str, ...] = ()  # folders that training.generate wrote
+  shards: tuple[str, ...] = ()  # folders that `jspec train-data` wrote
   conversations: tuple[str, ...] = ()  # files or folders of texts
   validation: float = 0.05  # share of the prompts
   faulty_rows: str = "refuse"  # of conversations; "skip": they are counted and left out

@@ -153,7 +153,7 @@ class _Run:
                 config.dtype, None)
       check_place(self.output / "target", overwrite=True)
     if config.log.plot and importlib.util.find_spec("matplotlib") is None:
-      raise ValueError("log.plot needs matplotlib: run pip install '.[bench]' in jspec's folder")
+      raise ValueError("log.plot needs matplotlib, which jspec-jax's extra 'bench' brings")
     if not len(self.validation):
       _say(config, "no prompt is held out of the few there are (data.validation="
            f"{config.data.validation}): nothing will be evaluated")

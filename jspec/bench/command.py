@@ -101,7 +101,7 @@ def _check(arguments: argparse.Namespace, params: SamplingParams) -> None:
     if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
       raise ValueError(f"can't write {path}: it is a folder or lies in a read-only one")
   if arguments.plot is not None and importlib.util.find_spec("matplotlib") is None:
-    raise ValueError("--plot needs matplotlib: run pip install '.[bench]' in jspec's folder")
+    raise ValueError("--plot needs matplotlib, which jspec-jax's extra 'bench' brings")
   if arguments.compare == "hf":
     check_hf(params, arguments.batch_size)
 

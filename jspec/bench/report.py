@@ -13,7 +13,7 @@ from typing import Any
 
 from jspec.bench.metrics import PLAIN, SPECULATIVE
 
-_PACKAGES = ("jspec", "jax", "jaxlib", "numpy", "torch", "transformers")
+_PACKAGES = ("jspec-jax", "jax", "jaxlib", "numpy", "torch", "transformers")
 _COLUMNS = ("task", "requests", "plain tok/s", "spec tok/s", "ratio", "decode ratio", "acceptance",
             "tok/step", "tok/drafting step", "drafting steps", "TTFT ms", "TPOT ms", "identical")
 

@@ -21,6 +21,7 @@ class Command(NamedTuple):
   module: str  # imported when somebody asks for the command
   help: str
   vllm: tuple[Mapping[str, vllm_arguments.Argument], ...] = ()  # whose flags are told of, see there
+  extra: str = ""  # of jspec-jax, which brings what the module imports
 
 
 COMMANDS = {
@@ -35,7 +36,7 @@ COMMANDS = {
                            "compile the step for a TPU or GPU that is not here"),
   "models": Command("jspec.cli.models", "list the models known by name"),
   "train-data": Command("jspec.training.generate", "have the target answer prompts to train on"),
-  "train": Command("jspec.training.train", "train a drafting head or a draft model"),
+  "train": Command("jspec.training.train", "train a drafting head or a draft model", extra="train"),
 }
 
 
@@ -69,8 +70,14 @@ def build_parser(commands: Sequence[str] = tuple(COMMANDS)) -> argparse.Argument
 
 def _add_flags(parser: argparse.ArgumentParser, name: str, command: Command) -> None:
   function = name.replace("-", "_")
-  with importing():
-    module = importlib.import_module(command.module)
+  try:
+    with importing():
+      module = importlib.import_module(command.module)
+  except ModuleNotFoundError as error:
+    if not command.extra:
+      raise
+    raise ValueError(f"jspec {name} needs {error.name}, which jspec-jax's extra "
+                     f"{command.extra!r} brings") from error
   parser.set_defaults(run=getattr(module, f"run_{function}"))
   getattr(module, f"add_{function}_flags")(parser)
   for arguments in command.vllm:  # last: what the command has itself is its own
@@ -79,6 +86,6 @@ def _add_flags(parser: argparse.ArgumentParser, name: str, command: Command) -> 
 
 def version() -> str:
   try:
-    return importlib.metadata.version("jspec")
+    return importlib.metadata.version("jspec-jax")
   except importlib.metadata.PackageNotFoundError:
     return "(not installed)"

@@ -83,7 +83,7 @@ def missing_compiler(platform: str) -> str | None:
   modules, wheel = WHEELS[platform]
   if any(not _importable(module) for module in modules):
     return (f"compiling for a {platform.upper()} needs {wheel}, which is not installed: "
-            "run pip install '.[aot]' in jspec's folder (Linux x86-64)")
+            "jspec-jax's extra 'aot' brings it (Linux x86-64)")
   return None
 
 

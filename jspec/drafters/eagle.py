@@ -43,7 +43,7 @@ class _Draft(flax.struct.PyTreeNode):
 def eagle(config: EagleConfig, shape: tree.Shape, target: ModelConfig, page_size: int, dtype, *,
           sampled: bool = False, confidence: float = 0.0, bitwise: bool = False,
           attend: Attend = reference.paged_attention) -> Drafter:
-  """Trees of one shape; params: {"head": see head_config, "target": the target's}.
+  """Trees of one shape; params: {"head": see heads/config.py, "target": the target's}.
 
   Args:
     dtype: of the KV pages.

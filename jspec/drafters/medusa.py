@@ -23,7 +23,7 @@ def medusa(config: MedusaConfig, shape: tree.Shape, target: ModelConfig, *, samp
            confidence: float = 0.0, bitwise: bool = False) -> Drafter:
   """Drafts a tree of ranks, likeliest tokens first.
 
-  params: see medusa_head.head_params.
+  params: see head_params of heads/medusa.py.
 
   Args:
     sampled: rank r is the r-th of the tokens drawn without replacement. The nodes of one depth

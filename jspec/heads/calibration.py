@@ -32,7 +32,7 @@ def likeliest(params: Any, config: MedusaConfig, target: ModelConfig, hidden: ja
               num_ranks: int) -> jax.Array:
   """i32[T, H, R]: each head's likeliest tokens after each of the hidden states [T, E].
 
-  params: see medusa_head.head_params.
+  params: see head_params of heads/medusa.py.
   """
   def some(rows):
     tops = [jax.lax.top_k(head_logits(params, config, target, rows, i), num_ranks)[1]

@@ -342,6 +342,15 @@ def test_version_and_notes(capsys, fake):
   assert end.value.code == 0 and capsys.readouterr().out.startswith("jspec ")
 
 
+def test_a_command_without_its_extra_says_which_one_brings_what_it_needs():
+  code = ("import sys\nsys.modules['optax'] = None\nfrom jspec.cli.main import main\n"
+          "sys.exit(main(['train', '--config', 'x.toml']))")
+  done = subprocess.run([sys.executable, "-c", code], cwd=pathlib.Path(__file__).parents[2],
+                        capture_output=True, text=True)
+  assert done.returncode == 2 and done.stderr == (
+      "jspec: error: jspec train needs optax, which jspec-jax's extra 'train' brings\n")
+
+
 def test_a_closed_pipe_ends_quietly():
   process = subprocess.Popen([sys.executable, "-m", "jspec", "models"], stdout=subprocess.PIPE,
                              stderr=subprocess.PIPE, cwd=pathlib.Path(__file__).parents[2])

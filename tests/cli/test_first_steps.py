@@ -107,15 +107,17 @@ def test_a_server_hears_signals_where_asyncio_takes_none(number):
 
 
 def test_nobody_is_told_to_install_another_project():
-  """PyPI's jspec is not this one."""
+  """PyPI's jspec is not this one, and a jspec-jax there would not be ours either."""
   kinds = (".py", ".md", ".toml", ".txt", ".yaml", ".yml", ".tf", "Makefile", "Dockerfile")
-  files = [path for folder in ("jspec", "serving", "training", "scripts")
+  files = [path for folder in ("jspec", "serving", "training", "scripts", "docs")
            for path in (ROOT / folder).rglob("*")] + list(ROOT.glob("*"))
   files = [path for path in files if path.is_file() and path.name.endswith(kinds)]
-  wrong = re.compile(r"\binstall\s+(?:-\S+\s+)*[\\\"']*jspec(?![\w/-])")
-  for text in ('pip install "jspec[serve]"', "uv pip install -U jspec\n", "pip install jspec==1"):
+  wrong = re.compile(r"\binstall\s+(?:-\S+\s+)*[\\\"']*jspec(?:-jax)?(?![\w/-])")
+  for text in ('pip install "jspec[serve]"', "uv pip install -U jspec\n", "pip install jspec==1",
+               "pip install 'jspec-jax[train]'"):
     assert wrong.search(text)
-  assert not wrong.search("pip install '.[serve]' in jspec's folder")
+  assert not wrong.search("pip install '.[serve]'")
+  assert not wrong.search("pip install dist/jspec_jax-0.1.0-py3-none-any.whl")
   assert len(files) > 100
   assert not [f"{path}: {hit.group()}" for path in files
               for hit in wrong.finditer(path.read_text(encoding="utf-8"))]

@@ -1,4 +1,4 @@
-"""The five laws of drafters/base.py, for every case of tiny.CASES."""
+"""The five laws of speculation/drafter.py, for every case of tiny_cases.CASES."""
 
 from __future__ import annotations
 

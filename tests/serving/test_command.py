@@ -233,7 +233,7 @@ def test_a_missing_package_is_named(monkeypatch, capsys):
   find = importlib.util.find_spec
   monkeypatch.setattr(importlib.util, "find_spec",
                       lambda name: None if name in ("grpc", "fastapi") else find(name))
-  assert "needs grpcio, fastapi: run pip install '.[serve]' in jspec's folder" in refused(capsys)
+  assert "needs grpcio, fastapi, which jspec-jax's extra 'serve' brings" in refused(capsys)
 
 
 def test_flags_and_help_need_no_package_of_the_extra():

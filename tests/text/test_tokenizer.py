@@ -40,7 +40,7 @@ def sentencepiece() -> Tokenizer:
 
 
 def test_digits_stand_alone_and_line_breaks_stay_together(smollm2):
-  """What transformers' GGUF tokenizer gets wrong; ids as llama.cpp's (gguf.md, 2)."""
+  """What transformers' GGUF tokenizer gets wrong; ids as llama.cpp's."""
   tokenizer = smollm2.tokenizer
 
   def texts(text):

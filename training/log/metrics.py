@@ -112,8 +112,8 @@ def plot(jsonl: str | os.PathLike, png: str | os.PathLike) -> None:
   try:
     import matplotlib
   except ImportError as error:
-    raise ValueError("a picture of the curves needs matplotlib: "
-                     "run pip install '.[bench]' in jspec's folder") from error
+    raise ValueError("a picture of the curves needs matplotlib, "
+                     "which jspec-jax's extra 'bench' brings") from error
   matplotlib.use("Agg")
   from matplotlib import pyplot
 
