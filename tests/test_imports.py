@@ -37,7 +37,7 @@ BELOW: dict[str, set[str]] = {
   "": {"async_llm", "llm", "outputs", "sampling_params", "config"},
   "__main__": {"cli"},
 }
-FACES = {"", "config", "drafters"}  # whose __init__.py has something in it
+FACES = {"", "config", "drafters", "checkpoints.families"}  # whose __init__.py has something in it
 OTHERS: dict[str, set[str]] = {  # package or module -> other libraries it may import
   "pallas": {"jax", "numpy"}, "config": {"numpy"}, "types": {"jax", "flax"},
   "sampling_params": set(), "outputs": {"numpy"}, "text": {"jinja2", "tokenizers", "transformers"},
@@ -46,8 +46,8 @@ OTHERS: dict[str, set[str]] = {  # package or module -> other libraries it may i
 }
 NO_JAX = ("config", "text", "outputs", "sampling_params", "cli", "heads.config",
           "heads.tree_search", "drafters.suffix_store", "checkpoints.model_names",
-          "checkpoints.shipped", "engine.scheduler", "engine.pages", "engine.request",
-          "engine.goodput", "engine.limits", "engine.metrics")
+          "checkpoints.shipped", "checkpoints.families", "engine.scheduler", "engine.pages",
+          "engine.request", "engine.goodput", "engine.limits", "engine.metrics")
 MAX_MODULES, MAX_FILES, MAX_LINES, MAX_FUNCTION = 8, 15, 400, 60
 
 
@@ -177,6 +177,22 @@ def test_a_drafter_is_named_by_the_registry_alone():
   assert not users
 
 
+def test_a_family_is_named_by_the_registry_alone():
+  """Outside there are only the registry and the readers of keys; inside, only configurations."""
+  readers = {f"checkpoints.families{name}" for name in ("", ".family", ".hf_keys", ".gguf_keys")}
+  families = {m for m in MODULES if m.startswith("checkpoints.families.")} - readers
+  for module in MODULES:
+    own = imports(module)[0]
+    if module.startswith("checkpoints.families"):
+      assert packages(module) <= {"config"}
+      assert not {m for m in own if m.startswith("checkpoints.")} - families - readers, module
+    else:
+      assert not own & families, module
+  branches = [m for m, path in (MODULES | BESIDE).items() if m not in families
+              and "family ==" in path.read_text(encoding="utf-8")]
+  assert families and not branches
+
+
 @pytest.mark.parametrize("module", [m for m in MODULES
                                     if any(m == n or m.startswith(n + ".") for n in NO_JAX)])
 def test_host_side_modules_never_reach_jax(module):
@@ -193,8 +209,8 @@ def test_faces_are_empty_but_for_the_public_ones():
 
 
 def test_no_package_is_a_heap():
-  for package in BELOW:
-    assert len(list((PACKAGE / package).glob("*.py"))) <= MAX_FILES, package
+  for folder in {path.parent for path in MODULES.values()}:
+    assert len(list(folder.glob("*.py"))) <= MAX_FILES, folder
 
 
 def test_no_file_is_too_long():

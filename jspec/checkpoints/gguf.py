@@ -16,6 +16,7 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from gguf.quants import dequantize
 
+from jspec.checkpoints.families import FAMILIES
 from jspec.checkpoints.hf_config import model_config_from_gguf
 from jspec.checkpoints.weights import TensorSource, WeightsError, build_params
 from jspec.config import ModelConfig
@@ -30,10 +31,6 @@ _ROWS_AT_ONCE = 8192  # dequantising makes several temporaries: bound them
 _MAX_AXES, _MAX_ALIGNMENT = 8, 2**20
 _ROPE_FREQS = "rope_freqs.weight"
 
-_LAYER_NAMES = {"attn_norm": "attn_norm", "mlp_norm": "ffn_norm", "q": "attn_q", "k": "attn_k",
-                "v": "attn_v", "o": "attn_output", "gate": "ffn_gate", "up": "ffn_up",
-                "down": "ffn_down", "q_norm": "attn_q_norm", "k_norm": "attn_k_norm",
-                "attn_post_norm": "post_attention_norm", "mlp_post_norm": "post_ffw_norm"}
 _OUTER_NAMES = {"embed": "token_embd", "final_norm": "output_norm", "head": "output"}
 
 _SCALARS = {GGUFValueType.UINT8: "B", GGUFValueType.INT8: "b", GGUFValueType.UINT16: "H",
@@ -186,10 +183,11 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
 def gguf_names(config: ModelConfig) -> dict[Path, str]:
   """Leaf -> tensor name in a GGUF file."""
   names: dict[Path, str] = {}
+  layer_names = FAMILIES[config.family].gguf_layer_names
   for path in param_shapes(config):
     ending = "bias" if path[-1] in ("b", "bias") else "weight"
     if path[0] == "layers":
-      names[path] = f"blk.{path[1]}.{_LAYER_NAMES[str(path[2])]}.{ending}"
+      names[path] = f"blk.{path[1]}.{layer_names[str(path[2])]}.{ending}"
     else:
       names[path] = f"{_OUTER_NAMES[str(path[0])]}.{ending}"
   return names
@@ -198,7 +196,7 @@ def gguf_names(config: ModelConfig) -> dict[Path, str]:
 def gguf_source(file: GGUFFile, config: ModelConfig) -> TensorSource:
   """A GGUF file as a TensorSource, q and k in the order that model/transformer.py rotates."""
   heads = {"q": config.num_heads, "k": config.num_kv_heads}
-  permuted = file.metadata["general.architecture"] == "llama"
+  permuted = FAMILIES[config.family].gguf_rotates_pairs
 
   def read(path: Path, name: str) -> np.ndarray:
     array = read_tensor(file, name)
@@ -212,7 +210,7 @@ def gguf_source(file: GGUFFile, config: ModelConfig) -> TensorSource:
 
 
 def pairs_to_halves(array: np.ndarray, num_heads: int) -> np.ndarray:
-  """Rows of a llama.cpp "llama" q or k: rotated in adjacent pairs there, in halves by us."""
+  """Rows of a q or k as llama.cpp has Llama's: rotated in adjacent pairs there, in halves by us."""
   pairs = array.reshape(num_heads, -1, 2, *array.shape[1:])
   return pairs.swapaxes(1, 2).reshape(array.shape)
 

@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 import tqdm
 
+from jspec.checkpoints.families import FAMILIES
 from jspec.config import DTYPES, ModelConfig
 from jspec.config.checks import check_int, first_bytes, inside, parse_json, read_json, shown
 from jspec.model.params import Params, Path, Place, insert, on_device, param_shapes
@@ -27,31 +28,7 @@ T = TypeVar("T")
 _SAFETENSORS_DTYPES = {"F64": np.dtype(np.float64), "F32": np.dtype(np.float32),
                        "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 _MAX_HEADER = 100_000_000  # bytes, as in the safetensors library
-_OPT_POSITION_OFFSET = 2  # OPT's table starts with two rows that no token uses
-
-_LAYER_NAMES = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm",
-                "q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj",
-                "o": "self_attn.o_proj", "q_norm": "self_attn.q_norm",
-                "k_norm": "self_attn.k_norm", "gate": "mlp.gate_proj", "up": "mlp.up_proj",
-                "down": "mlp.down_proj"}
-_GEMMA_LAYER_NAMES = {**_LAYER_NAMES, "attn_post_norm": "post_attention_layernorm",
-                      "mlp_norm": "pre_feedforward_layernorm",
-                      "mlp_post_norm": "post_feedforward_layernorm"}
-_OPT_LAYER_NAMES = {**_LAYER_NAMES, "attn_norm": "self_attn_layer_norm",
-                    "mlp_norm": "final_layer_norm", "o": "self_attn.out_proj", "up": "fc1",
-                    "down": "fc2"}
-# (layer names, names outside the layers, what a checkpoint may put before them)
-_FAMILIES = {
-  "gemma3": (_GEMMA_LAYER_NAMES, {"embed": "embed_tokens", "final_norm": "norm"},
-             ("model.", "language_model.model.", "model.language_model.", "")),
-  "opt": (_OPT_LAYER_NAMES, {"embed": "embed_tokens", "positions": "embed_positions",
-                             "final_norm": "final_layer_norm"},
-          ("model.decoder.", "decoder.", "")),
-}
-_DEFAULT_FAMILY = (_LAYER_NAMES, {"embed": "embed_tokens", "final_norm": "norm"}, ("model.", ""))
 _HARMLESS_ENDINGS = (".rotary_emb.inv_freq", ".attn.masked_bias")
-_VISION_PREFIXES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.",
-                    "model.multi_modal_projector.")
 
 
 class WeightsError(ValueError):
@@ -69,35 +46,35 @@ class TensorSource(NamedTuple):
 
 
 def checkpoint_shapes(config: ModelConfig) -> dict[Path, tuple[int, ...]]:
-  """The shape of every leaf on disk: matrices are (out, in), OPT has two more position rows."""
-  shapes = param_shapes(config)
+  """The shape of every leaf on disk: matrices are (out, in), positions may begin later."""
+  shapes, offset = param_shapes(config), FAMILIES[config.family].position_offset
   for path, shape in shapes.items():
     if path[-1] == "w":
       shapes[path] = shape[::-1]
     elif path == ("positions",):
-      shapes[path] = (shape[0] + _OPT_POSITION_OFFSET, shape[1])
+      shapes[path] = (shape[0] + offset, shape[1])
   return shapes
 
 
 def hf_names(config: ModelConfig, prefix: str | None = None) -> dict[Path, str]:
   """Leaf -> tensor name in a Hugging Face checkpoint of this family."""
-  layer_names, outer_names, prefixes = _FAMILIES.get(config.family, _DEFAULT_FAMILY)
-  prefix = prefixes[0] if prefix is None else prefix
+  family = FAMILIES[config.family]
+  prefix = family.prefixes[0] if prefix is None else prefix
   names: dict[Path, str] = {}
   for path in param_shapes(config):
     ending = "bias" if path[-1] in ("b", "bias") else "weight"
     if path[0] == "layers":
-      names[path] = f"{prefix}layers.{path[1]}.{layer_names[str(path[2])]}.{ending}"
+      names[path] = f"{prefix}layers.{path[1]}.{family.layer_names[str(path[2])]}.{ending}"
     elif path[0] == "head":
       names[path] = "lm_head.weight"
     else:
-      names[path] = f"{prefix}{outer_names[str(path[0])]}.{ending}"
+      names[path] = f"{prefix}{family.outer_names[str(path[0])]}.{ending}"
   return names
 
 
 def hf_norm_offset(config: ModelConfig, path: Path) -> float:
-  """What to add to a stored norm weight: Gemma checkpoints keep w of the factor 1 + w."""
-  return 1.0 if config.family == "gemma3" and path[-1] == "scale" else 0.0
+  """What to add to a stored norm weight, for families that keep w of the factor 1 + w."""
+  return FAMILIES[config.family].norm_offset if path[-1] == "scale" else 0.0
 
 
 def load_params(source: str | pathlib.Path | Iterable[str | pathlib.Path], config: ModelConfig,
@@ -123,7 +100,7 @@ def build_params(source: TensorSource, config: ModelConfig, dtype: str = "float3
   for path, name in bar:
     array = source.read(path, name)
     if path == ("positions",):
-      array = array[_OPT_POSITION_OFFSET:]
+      array = array[FAMILIES[config.family].position_offset:]
     if path[-1] == "w":
       array = array.T
     is_norm = len(path) > 1 and str(path[-2]).endswith("norm")
@@ -173,8 +150,9 @@ def safetensors_source(source: str | pathlib.Path | Iterable[str | pathlib.Path]
     shards = [Shard(pathlib.Path(file)) for file in source]
     where = str(shards[0].file.parent) if shards else "no files given"
   tensors = join_shards(shards, _read_header)
-  prefixes = _FAMILIES.get(config.family, _DEFAULT_FAMILY)[2]
-  prefix = next((p for p in prefixes if f"{p}embed_tokens.weight" in tensors), prefixes[0])
+  family = FAMILIES[config.family]
+  embed = f"{family.outer_names['embed']}.weight"
+  prefix = next((p for p in family.prefixes if p + embed in tensors), family.prefixes[0])
   names = hf_names(config, prefix)
   head = prefix.removesuffix("model.") + "lm_head.weight"
   if ("head", "w") in names and "lm_head.weight" not in tensors and head in tensors:
@@ -187,8 +165,7 @@ def safetensors_source(source: str | pathlib.Path | Iterable[str | pathlib.Path]
 
   def harmless(name: str) -> bool:
     tied_head = config.tie_embeddings and name in ("lm_head.weight", head)
-    vision = config.family == "gemma3" and name.startswith(_VISION_PREFIXES)
-    return tied_head or vision or name.endswith(_HARMLESS_ENDINGS)
+    return tied_head or name.startswith(family.harmless) or name.endswith(_HARMLESS_ENDINGS)
 
   return TensorSource(where, names, {name: t.shape for name, t in tensors.items()}, read, harmless)
 

@@ -37,7 +37,7 @@ class RopeScaling:
 class ModelConfig:
   """A decoder-only transformer. Families differ in these fields and in nothing else."""
 
-  family: str  # "llama", "qwen3", ...: for messages only, no code branches on it
+  family: str  # "llama", ...: how its files are read (checkpoints/families); no maths asks
   vocab_size: int
   width: int
   num_layers: int

@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
+from jspec.checkpoints.families.gguf_keys import llama3_divisors
 from jspec.checkpoints.hf_config import (
   hf_config_from_model,
-  llama3_divisors,
   model_config_from_gguf,
   model_config_from_hf,
 )
@@ -123,6 +123,12 @@ def test_biases_and_activation_are_applied():
   assert config.activation == "gelu_tanh"
   with pytest.raises(ValueError, match="'quick_gelu' is not supported"):
     of(hidden_act="quick_gelu")
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_new", "relu"])
+def test_an_activation_is_written_by_a_name_that_is_read(name):
+  config = of(hidden_act=name)
+  assert model_config_from_hf(hf_config_from_model(config)) == config
 
 
 def test_unknown_family_lists_the_known_ones():

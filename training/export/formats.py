@@ -10,7 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jspec.checkpoints.hf_config import SUPPORTED_GGUF_ARCHITECTURES, hf_config_from_model
+from jspec.checkpoints.families import FAMILIES
+from jspec.checkpoints.hf_config import (
+  hf_config_from_model,
+  model_config_from_hf,
+  written_families,
+)
 from jspec.checkpoints.weights import hf_names
 from jspec.config import ModelConfig
 from jspec.heads.config import EagleConfig, HeadConfig, MedusaConfig, MlpSpeculatorConfig
@@ -26,7 +31,6 @@ STYLES = {
   "draft_model": ("huggingface",),
 }
 _SPECULATIVE_TOKENS = 3  # what a speculators config proposes to draft, as its published heads do
-_HF_ACTIVATIONS = {"gelu_tanh": "gelu_pytorch_tanh"}  # the others' names are ours
 _SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
@@ -46,7 +50,7 @@ def method_of(config: HeadConfig | ModelConfig) -> str:
 def sayable(config: HeadConfig | ModelConfig) -> HeadConfig | ModelConfig:
   """The config as its checkpoint will be read: without what has no effect on a head's drafts."""
   if isinstance(config, ModelConfig):
-    known = config.family in SUPPORTED_GGUF_ARCHITECTURES
+    known = config.family in written_families()
     return config if known else dataclasses.replace(config, family="llama")
   if isinstance(config, MlpSpeculatorConfig) and not config.top_k_tokens_per_head:
     # vLLM refuses a config without them, or with another number of them.
@@ -99,19 +103,20 @@ def format_of(config: HeadConfig | ModelConfig, target: ModelConfig, target_name
 
 def _hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
   """config.json of a model or a head's layers, with the rotary keys of transformers 4 and 5."""
-  gemma = config.family == "gemma3"
-  if config.learned_positions or config.post_norms and not gemma:
-    what = "learned_positions" if config.learned_positions else "post_norms"
-    raise ValueError(f"a model with {what} has no public checkpoint format here: families are "
-                     f"{', '.join(SUPPORTED_GGUF_ARCHITECTURES)}")
-  given = hf_config_from_model(config) | {"torch_dtype": dtype, "dtype": dtype}
-  if gemma:
-    return given
+  given = hf_config_from_model(config)
+  read = model_config_from_hf(given)
+  lost = [what for what in ("learned_positions", "post_norms")
+          if getattr(config, what) and not getattr(read, what)]
+  if lost:
+    raise ValueError(f"a model with {lost[0]} has no public checkpoint format here: families are "
+                     f"{', '.join(written_families())}")
+  given |= {"torch_dtype": dtype, "dtype": dtype}
   rope = given["rope_parameters"]
+  if "rope_theta" not in rope:  # by kind of layer, which transformers 4 cannot say in these keys
+    return given
   scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
   return given | {
-    "rope_theta": config.rope_theta, "rope_scaling": scaling if config.rope_scaling else None,
-    "hidden_act": _HF_ACTIVATIONS.get(config.activation, config.activation)}
+    "rope_theta": config.rope_theta, "rope_scaling": scaling if config.rope_scaling else None}
 
 
 # ------------------------------------------------------------ Medusa, MLPSpeculator
@@ -218,7 +223,7 @@ def _flat_eagle3_config(config: EagleConfig) -> dict[str, Any]:
 
 def _speculators_config(config: EagleConfig, layer: dict[str, Any], target: ModelConfig,
                         target_name: str) -> dict[str, Any]:
-  verifier = {"opt": "OPT"}.get(target.family, target.family.capitalize()) + "ForCausalLM"
+  verifier = FAMILIES[target.family].architecture
   proposal = {"proposal_type": "greedy", "speculative_tokens": _SPECULATIVE_TOKENS,
               "verifier_accept_k": 1, "accept_tolerance": 0.0}
   given = {
