@@ -6,10 +6,11 @@ header of a 262144-token vocabulary and can't say where a truncated file ends.
 
 from __future__ import annotations
 
+import functools
 import math
 import pathlib
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -18,7 +19,8 @@ from gguf.quants import dequantize
 
 from jspec.checkpoints.families import FAMILIES
 from jspec.checkpoints.hf_config import model_config_from_gguf
-from jspec.checkpoints.weights import TensorSource, WeightsError, build_params
+from jspec.checkpoints.tensors import StoredTensor, WeightsError, as_it_is
+from jspec.checkpoints.weights import TensorSource, build_params, model_leaves
 from jspec.config import ModelConfig
 from jspec.config.checks import check_int, first_bytes, shown
 from jspec.model.params import Params, Path, Placer, param_shapes
@@ -198,14 +200,15 @@ def gguf_source(file: GGUFFile, config: ModelConfig) -> TensorSource:
   heads = {"q": config.num_heads, "k": config.num_kv_heads}
   permuted = FAMILIES[config.family].gguf_rotates_pairs
 
-  def read(path: Path, name: str) -> np.ndarray:
-    array = read_tensor(file, name)
-    if permuted and path[0] == "layers" and path[2] in heads:
-      return pairs_to_halves(array, heads[str(path[2])])
-    return array
+  def join(path: Path) -> Callable[[np.ndarray], np.ndarray]:
+    if not permuted or path[0] != "layers" or path[2] not in heads:
+      return as_it_is
+    return functools.partial(pairs_to_halves, num_heads=heads[str(path[2])])
 
-  shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
-  return TensorSource(str(file.path), gguf_names(config), shapes, read,
+  tensors = {name: StoredTensor(np.dtype(np.float32), tensor.shape,
+                                functools.partial(read_tensor, file, name))
+             for name, tensor in file.tensors.items()}
+  return TensorSource(str(file.path), tensors, model_leaves(config, gguf_names(config), join),
                       lambda name: name == _ROPE_FREQS)
 
 

@@ -7,26 +7,22 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
-import safetensors
 
 from jspec.checkpoints.hub import read_config
-from jspec.checkpoints.torch_file import StoredTensor, read_torch_file
-from jspec.checkpoints.weights import (
+from jspec.checkpoints.tensors import (
   Shard,
+  StoredTensor,
   WeightsError,
   indexed_shards,
   join_shards,
+  read_safetensors,
   safetensors_shards,
 )
-from jspec.config.checks import first_bytes
+from jspec.checkpoints.torch_file import read_torch_file
 
 METHODS = ("medusa", "mlp_speculator", "eagle", "eagle3")
 SCALE_ENDING = "_scale"  # of an int8 tensor i8[out, in]: f32[out], what each row is multiplied by
-
-_DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
-           "I64": np.int64, "I32": np.int32, "I8": np.int8, "U8": np.uint8, "BOOL": np.bool_}
 
 # Names in config.json, as they are spelt in speculators_model_type, model_type and architectures
 # (lower case, without what every architecture ends in).
@@ -88,7 +84,7 @@ def _product(rows: StoredTensor, scale: StoredTensor) -> Callable[[], np.ndarray
 
 
 def _read_tensors(file: pathlib.Path) -> dict[str, StoredTensor]:
-  return _read_safetensors(file) if file.suffix == ".safetensors" else read_torch_file(file)
+  return read_safetensors(file) if file.suffix == ".safetensors" else read_torch_file(file)
 
 
 def _shards(path: pathlib.Path) -> list[Shard]:
@@ -115,31 +111,6 @@ def _shards(path: pathlib.Path) -> list[Shard]:
   what = f"{len(files)} .pt files: name one of them" if files else (
     "no .safetensors, pytorch_model.bin or .pt file")
   raise WeightsError(f"{path} has {what}")
-
-
-def _read_safetensors(file: pathlib.Path) -> dict[str, StoredTensor]:
-  tensors = {}
-  first_bytes(file)
-  try:
-    with safetensors.safe_open(file, "np") as opened:
-      for name in opened.keys():
-        header = opened.get_slice(name)
-        kind = header.get_dtype()
-        if kind not in _DTYPES:
-          raise WeightsError(f"{file}: tensor {name} has dtype {kind}; supported: "
-                             f"{', '.join(_DTYPES)}")
-        tensors[name] = StoredTensor(np.dtype(_DTYPES[kind]), tuple(header.get_shape()),
-                                     _reader(file, name))
-  except safetensors.SafetensorError as error:
-    raise WeightsError(f"{file} is truncated or not safetensors: {error}") from None
-  return tensors
-
-
-def _reader(file: pathlib.Path, name: str) -> Callable[[], np.ndarray]:
-  def read() -> np.ndarray:
-    with safetensors.safe_open(file, "np") as opened:
-      return opened.get_tensor(name)
-  return read
 
 
 def kind_of_head(files: HeadFiles) -> str | None:

@@ -14,8 +14,8 @@ import numpy as np
 
 from jspec.checkpoints.head_files import HeadFiles
 from jspec.checkpoints.hf_config import model_config_from_hf
-from jspec.checkpoints.torch_file import StoredTensor
-from jspec.checkpoints.weights import WeightsError, checkpoint_shapes, hf_names
+from jspec.checkpoints.tensors import Leaf, Part, StoredTensor, WeightsError, as_it_is
+from jspec.checkpoints.weights import checkpoint_shapes, hf_names
 from jspec.config import MAX_REAL, MAX_SIZE, ModelConfig
 from jspec.config.checks import check_flag, check_int, check_mapping, check_number
 from jspec.heads.config import EagleConfig, HeadConfig, MedusaConfig, MlpSpeculatorConfig
@@ -31,12 +31,6 @@ _EAGLE1_COPIES = (EMBED, LM_HEAD, FINAL_NORM)
 _MEDUSA_PREFIX = re.compile(r"(model\.)?medusa_heads?\.")
 
 
-class Leaf(NamedTuple):
-  name: str  # of the tensor
-  shape: tuple[int, ...]  # of the tensor: matrices are (out, in)
-  select: bool = False  # take only the rows of target_id
-
-
 class HeadLayout(NamedTuple):
   """A head and the tensors it is made of."""
 
@@ -47,6 +41,12 @@ class HeadLayout(NamedTuple):
   target_id: np.ndarray | None  # i32[Vd]
   harmless: Callable[[str], bool]  # may this tensor stay unused?
   copies: tuple[str, ...] = ()  # tensors taken for repetitions of the target's, which are used
+
+
+def _leaf(name: str, shape: tuple[int, ...],
+          join: Callable[[np.ndarray], np.ndarray] = as_it_is) -> Leaf:
+  """A leaf that is one tensor."""
+  return Leaf((Part(name, shape),), join)
 
 
 def head_layout(files: HeadFiles, method: str, target: ModelConfig,
@@ -149,7 +149,7 @@ def _original_medusa(files: HeadFiles, tensors: Mapping[str, StoredTensor],
   config = MedusaConfig(width, vocab_size, heads, layers, has_bias, shares_head)
   leaves = _medusa_blocks(config, "{}.{}.linear")
   if not shares_head:
-    leaves.update({("heads", i, "head", "w"): Leaf(f"{i}.{layers}.weight", (vocab_size, width))
+    leaves.update({("heads", i, "head", "w"): _leaf(f"{i}.{layers}.weight", (vocab_size, width))
                    for i in range(heads)})
   return HeadLayout("Medusa (FasterDecoding)", config, tensors, leaves, None, lambda name: False)
 
@@ -180,12 +180,14 @@ def _vllm_medusa(files: HeadFiles, tensors: Mapping[str, StoredTensor]) -> HeadL
     _check_in_vocabulary(files.where, "token_map", target_id, vocab_size)
     if len(np.unique(target_id)) != size:
       raise WeightsError(f"{files.where}: token_map maps two draft tokens to the same token")
+  cut = lambda rows: rows[target_id]
   leaves = _medusa_blocks(config, "blocks.{}.layers.{}")
   for i in range(0 if config.shares_head else heads):
     name = (shared or "lm_heads.0.weight") if one_head else f"lm_heads.{i}.weight"
     # A head that still has all rows of the target's is cut to those of token_map.
     whole = truncated and name in tensors and tensors[name].shape[:1] == (vocab_size,)
-    leaves["heads", i, "head", "w"] = Leaf(name, (vocab_size if whole else size, width), whole)
+    leaves["heads", i, "head", "w"] = _leaf(name, (vocab_size if whole else size, width),
+                                            cut if whole else as_it_is)
 
   def harmless(name: str) -> bool:
     return name == "token_map" or one_head and name.startswith("lm_heads.")
@@ -198,9 +200,9 @@ def _medusa_blocks(config: MedusaConfig, name: str) -> dict[Path, Leaf]:
   for i in range(config.num_heads):
     for j in range(config.num_layers):
       path, layer = ("heads", i, "blocks", j), name.format(i, j)
-      leaves[*path, "w"] = Leaf(f"{layer}.weight", (config.width, config.width))
+      leaves[*path, "w"] = _leaf(f"{layer}.weight", (config.width, config.width))
       if config.has_bias:
-        leaves[*path, "b"] = Leaf(f"{layer}.bias", (config.width,))
+        leaves[*path, "b"] = _leaf(f"{layer}.bias", (config.width,))
   return leaves
 
 
@@ -230,11 +232,11 @@ def _mlp_speculator(files: HeadFiles) -> HeadLayout:
 
   leaves: dict[Path, Leaf] = {}
   for i in range(stages):
-    leaves["stages", i, "emb"] = Leaf(name("emb", i), (vocab_size, inner))
-    leaves["stages", i, "proj", "w"] = Leaf(name("proj", i), (inner, inner if i else width))
-    leaves["stages", i, "ln", "scale"] = Leaf(name("ln", i), (inner,))
-    leaves["stages", i, "ln", "bias"] = Leaf(name("ln", i, "bias"), (inner,))
-    leaves["stages", i, "head", "w"] = Leaf(name("head", i), (vocab_size, inner))
+    leaves["stages", i, "emb"] = _leaf(name("emb", i), (vocab_size, inner))
+    leaves["stages", i, "proj", "w"] = _leaf(name("proj", i), (inner, inner if i else width))
+    leaves["stages", i, "ln", "scale"] = _leaf(name("ln", i), (inner,))
+    leaves["stages", i, "ln", "bias"] = _leaf(name("ln", i, "bias"), (inner,))
+    leaves["stages", i, "head", "w"] = _leaf(name("head", i), (vocab_size, inner))
   copies = re.compile(r"(emb|proj|head|ln)\.\d+\.(weight|bias)")
   return HeadLayout("MLPSpeculator", config, tensors, leaves, None,
                     lambda name: tied and copies.fullmatch(name) is not None)
@@ -264,7 +266,7 @@ def _eagle(files: HeadFiles, version: int, own: Collection[str]) -> HeadLayout:
   # EAGLE-3 has none to speak of.
   has_bias = version == 1 and _switch(files.config, "bias")
   if has_bias or ((version == 3 or files.config.get("bias") is None) and "fc.bias" in tensors):
-    leaves["fc", "b"] = Leaf("fc.bias", (config.width,))
+    leaves["fc", "b"] = _leaf("fc.bias", (config.width,))
   origin = " (speculators)" if "speculators_model_type" in files.config else ""
   for name in copies:
     shape = (config.width,) if name == FINAL_NORM else (config.vocab_size, config.width)
@@ -332,21 +334,21 @@ def _eagle_leaves(config: EagleConfig) -> dict[Path, Leaf]:
       continue
     if config.version == 3 and path in of_both:
       shape = (shape[0], 2 * width)
-    leaves[path] = Leaf(names[path], shape)
+    leaves[path] = _leaf(names[path], shape)
   features = config.num_taps * config.target_width if config.version == 3 else 2 * width
-  leaves["fc", "w"] = Leaf("fc.weight", (width, features))
+  leaves["fc", "w"] = _leaf("fc.weight", (width, features))
   if config.version == 3:
-    leaves.update({path: Leaf(name, (width,)) for path, name in _EAGLE_LAYER.items()})
+    leaves.update({path: _leaf(name, (width,)) for path, name in _EAGLE_LAYER.items()})
   if config.norm_before_fc:
-    leaves["fc_norm", "scale"] = Leaf("input_norm.weight", (features,))
+    leaves["fc_norm", "scale"] = _leaf("input_norm.weight", (features,))
   if config.fc_norm:
-    leaves.update({("fc_norm", i, "scale"): Leaf(f"fc_norm.{i}.weight", (config.target_width,))
+    leaves.update({("fc_norm", i, "scale"): _leaf(f"fc_norm.{i}.weight", (config.target_width,))
                    for i in range(config.num_taps)})
   if config.has_embed:
-    leaves["embed",] = Leaf(EMBED, (config.vocab_size, width))
+    leaves["embed",] = _leaf(EMBED, (config.vocab_size, width))
   if config.has_head:
     rows = config.draft_vocab_size or config.vocab_size
-    leaves["head", "w"] = Leaf(LM_HEAD, (rows, width))
+    leaves["head", "w"] = _leaf(LM_HEAD, (rows, width))
   return leaves
 
 

@@ -23,12 +23,12 @@ import numpy as np
 from jspec.checkpoints import shipped
 from jspec.checkpoints.hf_config import hf_config_from_model, model_config_from_hf
 from jspec.checkpoints.model_names import DEFAULT_MODELS, embedded_as, head_named, model_named
+from jspec.checkpoints.tensors import write_safetensors
 from jspec.checkpoints.weights import (
   checkpoint_shapes,
   hf_names,
   hf_norm_offset,
   load_params,
-  write_safetensors,
 )
 from jspec.config import ModelConfig
 from jspec.config.checks import read_json
@@ -320,7 +320,7 @@ def convert_gguf(gguf_file: pathlib.Path, folder: pathlib.Path,
 
   def read(name: str) -> np.ndarray:
     path = paths[name]
-    return source.read(path, source.names[path]) - np.float32(hf_norm_offset(config, path))
+    return source.leaves[path].read(source.tensors) - np.float32(hf_norm_offset(config, path))
 
   write_safetensors(folder / "model.safetensors",
                     {name: shapes[path] for name, path in paths.items()}, read, progress)

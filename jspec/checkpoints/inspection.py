@@ -39,7 +39,7 @@ def _head(name: str, files: HeadFiles, target_name: str, target: ModelConfig) ->
   except ValueError as error:
     misfit = str(error).removeprefix(f"{files.where}: ")
   draft_vocab_size = 0 if isinstance(config, MlpSpeculatorConfig) else config.draft_vocab_size
-  used = {leaf.name for leaf in layout.leaves.values()}
+  used = {part.name for leaf in layout.leaves.values() for part in leaf.parts}
   stored = [tensor for name, tensor in layout.tensors.items() if name in used]
   return {"name": name, "kind": "head", "method": config.method, "format": layout.format,
           "config": _fields(config), "draft_vocab_size": draft_vocab_size or config.vocab_size,

@@ -14,10 +14,11 @@ import ml_dtypes
 import numpy as np
 
 from jspec.checkpoints.head_files import METHODS, HeadFiles, kind_of_head, read_head_files
-from jspec.checkpoints.head_formats import EMBED, LM_HEAD, HeadLayout, Leaf, head_layout
+from jspec.checkpoints.head_formats import EMBED, LM_HEAD, HeadLayout, head_layout
 from jspec.checkpoints.hub import resolve_head
 from jspec.checkpoints.model_names import may_be_head
-from jspec.checkpoints.weights import WeightsError, hf_norm_offset, progress_bar
+from jspec.checkpoints.tensors import Leaf, Part, check_leaves, progress_bar
+from jspec.checkpoints.weights import hf_norm_offset
 from jspec.config import DTYPES, ModelConfig
 from jspec.heads.config import EagleConfig, HeadConfig, MedusaConfig, MlpSpeculatorConfig
 from jspec.model.params import Params, Path, Place, on_device
@@ -116,30 +117,16 @@ def open_head(files: HeadFiles, target: ModelConfig, method: str | None = None,
 
 def check_tensors(where: str, layout: HeadLayout) -> None:
   """Refuses missing, misshapen and unknown tensors by name."""
-  leaves, tensors = layout.leaves.values(), layout.tensors
-  for leaf in leaves:
-    if leaf.name not in tensors:
-      raise WeightsError(f"{where}: missing tensor {leaf.name}")
-  for leaf in leaves:
-    if tensors[leaf.name].shape != leaf.shape:
-      raise WeightsError(f"{where}: tensor {leaf.name} has shape {tensors[leaf.name].shape}, the "
-                         f"config needs {leaf.shape}")
-    if tensors[leaf.name].dtype.kind in "iub":
-      raise WeightsError(f"{where}: tensor {leaf.name} holds {tensors[leaf.name].dtype} numbers, "
-                         "not floating-point ones")
-  used = {leaf.name for leaf in leaves}
-  extra = [name for name in tensors if name not in used and not layout.harmless(name)]
-  if extra:
-    raise WeightsError(f"{where}: a head of format {layout.format} with this config has no tensor "
-                       f"{', '.join(extra[:3])}")
+  check_leaves(where, f"a head of format {layout.format} with this config", layout.leaves,
+               layout.tensors, layout.harmless)
 
 
 def check_fit(where: str, layout: HeadLayout, target: ModelConfig) -> None:
   """Refuses a head that was made for another target."""
   config = layout.config
   if config.target_width != target.width:
-    leaf, needed = _reads_features(layout, target.width)
-    raise ValueError(f"{where}: tensor {leaf.name} has shape {leaf.shape}, for targets of width "
+    part, needed = _reads_features(layout, target.width)
+    raise ValueError(f"{where}: tensor {part.name} has shape {part.shape}, for targets of width "
                      f"{config.target_width}: this target has {target.width} and needs {needed}")
   if config.vocab_size != target.vocab_size:
     raise ValueError(f"{where}: this head is for a vocabulary of {config.vocab_size} tokens, the "
@@ -156,15 +143,18 @@ def check_fit(where: str, layout: HeadLayout, target: ModelConfig) -> None:
                        f"own: it can't share the target's, which is {target.width} wide")
 
 
-def _reads_features(layout: HeadLayout, width: int) -> tuple[Leaf, tuple[int, ...]]:
+def _reads_features(layout: HeadLayout, width: int) -> tuple[Part, tuple[int, ...]]:
   """The first tensor that the target's features meet, and its shape for a target of that width."""
   config = layout.config
+  path: Path
   if isinstance(config, MedusaConfig):
-    return layout.leaves["heads", 0, "blocks", 0, "w"], (width, width)
-  if isinstance(config, MlpSpeculatorConfig):
-    return layout.leaves["stages", 0, "proj", "w"], (config.inner_dim, width)
-  inputs = config.width + width if config.version == 1 else config.num_taps * width
-  return layout.leaves["fc", "w"], (config.width, inputs)
+    path, shape = ("heads", 0, "blocks", 0, "w"), (width, width)
+  elif isinstance(config, MlpSpeculatorConfig):
+    path, shape = ("stages", 0, "proj", "w"), (config.inner_dim, width)
+  else:
+    inputs = config.width + width if config.version == 1 else config.num_taps * width
+    path, shape = ("fc", "w"), (config.width, inputs)
+  return layout.leaves[path].parts[0], shape
 
 
 def shared_with_target(config: HeadConfig) -> tuple[str, ...]:
@@ -182,9 +172,7 @@ def _read(layout: HeadLayout, dtype: str, progress: bool | None, put: Place) -> 
   for path, leaf in progress_bar(leaves.items(), "loading head", progress):
     transposed, is_norm = path[-1] == "w", path[-1] in ("scale", "bias")
     if (leaf, transposed) not in placed:
-      array = layout.tensors[leaf.name].read()
-      if leaf.select:
-        array = array[layout.target_id]
+      array = leaf.read(layout.tensors)
       kind = ml_dtypes.bfloat16 if dtype == "bfloat16" and not is_norm else np.float32
       array = np.array(array.T if transposed else array, dtype=kind, order="C")
       placed[leaf, transposed] = put(path, array)

@@ -14,33 +14,21 @@ import pickletools
 import struct
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 
-from jspec.checkpoints.weights import WeightsError
+from jspec.checkpoints.tensors import KINDS, StoredTensor, WeightsError
 from jspec.config.checks import check_int, first_bytes
 
-_STORAGES = {"FloatStorage": np.float32, "DoubleStorage": np.float64, "HalfStorage": np.float16,
-             "BFloat16Storage": ml_dtypes.bfloat16, "LongStorage": np.int64,
-             "IntStorage": np.int32, "CharStorage": np.int8, "ByteStorage": np.uint8,
-             "BoolStorage": np.bool_}
+_STORAGES = {"FloatStorage": "F32", "DoubleStorage": "F64", "HalfStorage": "F16",
+             "BFloat16Storage": "BF16", "LongStorage": "I64", "IntStorage": "I32",
+             "CharStorage": "I8", "ByteStorage": "U8", "BoolStorage": "BOOL"}  # kinds in KINDS
 _MAX_AXES = 8
 MAX_PICKLE = 64 * 2**20  # bytes
 _LOCAL_HEADER = 30  # bytes before the name in a zip entry, the lengths of name and extra last
 _LEGACY_MAGIC, _LEGACY_MAGIC_AT = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19", 2  # a pickled number
 _TAR_MAGIC, _TAR_MAGIC_AT = b"ustar", 257
-
-
-class StoredTensor(NamedTuple):
-  """One tensor of a file, not yet read."""
-
-  dtype: np.dtype
-  shape: tuple[int, ...]
-  read: Callable[[], np.ndarray]
-  stored: np.dtype | None = None  # on disk, where that is another
 
 
 class _Storage(NamedTuple):
@@ -148,7 +136,7 @@ class _Unpickler(pickle.Unpickler):
     check_int("the size of a storage", size, 0)
     if kind != "storage" or storage not in _STORAGES:
       raise WeightsError(f"{self.file}: its pickle refers to {kind!r} {storage!r}")
-    dtype, entry = np.dtype(_STORAGES[storage]), self.entries.get(f"{self.root}data/{key}")
+    dtype, entry = KINDS[_STORAGES[storage]], self.entries.get(f"{self.root}data/{key}")
     if entry is None or entry.compress_type != zipfile.ZIP_STORED:
       what = "missing" if entry is None else "compressed, which torch.save never does"
       raise WeightsError(f"{self.file}: storage {key} is {what}")

@@ -17,7 +17,7 @@ from jspec.checkpoints import gguf, hub
 from jspec.checkpoints.head_files import HeadFiles, kind_of_head
 from jspec.checkpoints.head_formats import head_layout
 from jspec.checkpoints.hf_config import model_config_from_hf
-from jspec.checkpoints.torch_file import StoredTensor
+from jspec.checkpoints.tensors import StoredTensor
 from jspec.config import EngineConfig, ModelConfig, RopeScaling
 from jspec.config.checks import check_int, check_number
 from jspec.config.speculative import SpeculativeConfig

@@ -18,10 +18,11 @@ from damaged import FEW, JSON, outcome
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jspec.checkpoints import hub, load_head, torch_file, weights
+from jspec.checkpoints import hub, load_head, tensors, torch_file
 from jspec.checkpoints.gguf import gguf_config, read_gguf
 from jspec.checkpoints.hf_config import model_config_from_hf
-from jspec.checkpoints.weights import WeightsError, load_params, safetensors_source
+from jspec.checkpoints.tensors import WeightsError
+from jspec.checkpoints.weights import load_params, safetensors_source
 from jspec.config.checks import inside, read_json
 from jspec.drafters.suffix_store import SuffixStore
 from jspec.text.tokenizer_files import gguf_tokenizer, load_tokenizer
@@ -77,7 +78,7 @@ def test_deep_json_is_damage_and_no_recursion_error(tmp_path):
 
 def test_a_header_beyond_the_bound_is_not_read(tmp_path, monkeypatch):
   write_header(tmp_path, header_and_data()[0])
-  monkeypatch.setattr(weights, "_MAX_HEADER", 100)
+  monkeypatch.setattr(tensors, "_MAX_HEADER", 100)
   with pytest.raises(WeightsError, match="its header would have .* bytes, 100 are the most"):
     load_params(tmp_path, CONFIG)
 
@@ -132,8 +133,8 @@ def test_of_a_heads_tensor_in_two_files_the_index_decides(tmp_path):
   for i, file in enumerate(("a.safetensors", "b.safetensors")):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(
         {"weight_map": {"0.0.linear.weight": file}}))
-    tensors = load_head.read_head_files(tmp_path).tensors
-    np.testing.assert_array_equal(tensors["0.0.linear.weight"].read(), np.full((2, 2), i))
+    found = load_head.read_head_files(tmp_path).tensors
+    np.testing.assert_array_equal(found["0.0.linear.weight"].read(), np.full((2, 2), i))
 
 
 @pytest.mark.parametrize("file, message", [

@@ -12,7 +12,8 @@ from gguf_files import random_model
 from jspec.checkpoints.families import FAMILIES
 from jspec.checkpoints.gguf import load_gguf, read_gguf
 from jspec.checkpoints.hf_config import hf_config_from_model, model_config_from_hf
-from jspec.checkpoints.weights import WeightsError, load_params
+from jspec.checkpoints.tensors import WeightsError
+from jspec.checkpoints.weights import load_params
 
 MODULE = """
 import dataclasses

@@ -18,7 +18,8 @@ from jspec.checkpoints.gguf import (
   read_tensor,
 )
 from jspec.checkpoints.hf_config import hf_config_from_model, model_config_from_hf
-from jspec.checkpoints.weights import WeightsError, load_params
+from jspec.checkpoints.tensors import WeightsError
+from jspec.checkpoints.weights import load_params
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3"])

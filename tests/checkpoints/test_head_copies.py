@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jspec.checkpoints import load_head
-from jspec.checkpoints.weights import WeightsError
+from jspec.checkpoints.tensors import WeightsError
 from jspec.model.params import init_params
 
 TARGET = init_params(jax.random.key(0), hc.TARGET)

@@ -373,7 +373,7 @@ def test_damaged_and_absent_files_are_refused(tmp_path):
   (tmp_path / "config.json").write_text(json.dumps(CHECKPOINTS["eagle3"].config))
   file = tmp_path / "model.safetensors"
   file.write_bytes(file.read_bytes()[:-8])
-  with pytest.raises(ValueError, match="model.safetensors is truncated or not safetensors"):
+  with pytest.raises(ValueError, match="model.safetensors is truncated: tensor .* ends at byte"):
     load_head.load_head(tmp_path, hc.TARGET)
   file.unlink()
   with pytest.raises(ValueError, match="has no .safetensors, pytorch_model.bin or .pt file"):

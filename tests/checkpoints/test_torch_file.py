@@ -12,8 +12,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jspec.checkpoints.tensors import WeightsError
 from jspec.checkpoints.torch_file import read_torch_file
-from jspec.checkpoints.weights import WeightsError
 
 
 def saved(tmp_path, tensors):

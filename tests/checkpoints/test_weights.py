@@ -13,13 +13,8 @@ import pytest
 import safetensors.numpy
 from checkpoint_files import CONFIG, CONFIGS, random_tensors, save
 
-from jspec.checkpoints.weights import (
-  WeightsError,
-  build_params,
-  load_params,
-  safetensors_source,
-  write_safetensors,
-)
+from jspec.checkpoints.tensors import Leaf, Part, StoredTensor, WeightsError, write_safetensors
+from jspec.checkpoints.weights import build_params, load_params, safetensors_source
 from jspec.model.params import init_params, param_shapes
 
 
@@ -142,14 +137,39 @@ def test_at_most_one_tensor_is_held_besides_the_tree(tmp_path):
   """When a tensor is read, the ones read before it are gone, but for the last."""
   source, alive = safetensors_source(save(tmp_path, random_tensors(CONFIG)), CONFIG), []
 
-  def read(path, name):
-    assert sum(ref() is not None for ref in alive) <= 1
-    array = source.read(path, name)
-    alive.append(weakref.ref(array))
-    return array
+  def noted(tensor):
+    def read():
+      assert sum(ref() is not None for ref in alive) <= 1
+      array = tensor.read()
+      alive.append(weakref.ref(array))
+      return array
+    return tensor._replace(read=read)
 
-  build_params(source._replace(read=read), CONFIG)
+  build_params(source._replace(tensors={
+      name: noted(tensor) for name, tensor in source.tensors.items()}), CONFIG)
   assert len(alive) == len(param_shapes(CONFIG))
+
+
+def test_a_leaf_may_be_made_of_several_stored_tensors(tmp_path):
+  """Int8 rows and their scales, as quantised formats keep a matrix."""
+  source = safetensors_source(save(tmp_path, random_tensors(CONFIG)), CONFIG)
+  path, name = ("layers", 1, "up", "w"), "model.layers.1.mlp.up_proj"
+  rows = np.arange(48 * 32).reshape(48, 32).astype(np.int8)
+  scale = np.linspace(0.5, 2, 48, dtype=np.float32)
+  stored = {f"{name}.{part}": StoredTensor(array.dtype, array.shape, lambda array=array: array)
+            for part, array in (("rows", rows), ("scale", scale))}
+  tensors = {key: tensor for key, tensor in source.tensors.items() if not key.startswith(name)}
+  leaf = Leaf((Part(f"{name}.rows", (48, 32)), Part(f"{name}.scale", (48,))),
+              lambda rows, scale: rows * scale[:, None])
+  packed = source._replace(tensors=tensors | stored, leaves={**source.leaves, path: leaf})
+  np.testing.assert_array_equal(build_params(packed, CONFIG)["layers"][1]["up"]["w"],
+                                (rows * scale[:, None]).T)
+  with pytest.raises(WeightsError, match=f"missing tensor {name}.scale"):
+    build_params(packed._replace(tensors=tensors | {f"{name}.rows": stored[f"{name}.rows"]}),
+                 CONFIG)
+  wrong = leaf._replace(parts=(leaf.parts[0], Part(f"{name}.scale", (32,))))
+  with pytest.raises(WeightsError, match=f"{name}.scale has shape \\(48,\\), .* needs \\(32,\\)"):
+    build_params(packed._replace(leaves={**source.leaves, path: wrong}), CONFIG)
 
 
 def test_progress_bar_is_on_stderr_and_only_when_asked(tmp_path, capsys):

@@ -8,7 +8,8 @@ import pathlib
 import numpy as np
 
 from jspec.checkpoints.hf_config import model_config_from_hf
-from jspec.checkpoints.weights import load_params, write_safetensors
+from jspec.checkpoints.tensors import write_safetensors
+from jspec.checkpoints.weights import load_params
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 FAMILIES = ("llama_tied", "llama_untied", "mistral", "qwen2", "qwen2_window", "qwen3", "gemma3",

@@ -22,8 +22,8 @@ from jspec.checkpoints.head_files import SCALE_ENDING, HeadFiles, join_scales
 from jspec.checkpoints.head_formats import head_layout
 from jspec.checkpoints.hf_config import model_config_from_hf
 from jspec.checkpoints.load_head import check_fit, check_tensors
-from jspec.checkpoints.torch_file import StoredTensor
-from jspec.checkpoints.weights import TensorSource, hf_norm_offset
+from jspec.checkpoints.tensors import StoredTensor
+from jspec.checkpoints.weights import TensorSource, hf_norm_offset, model_leaves
 from jspec.checkpoints.weights import check_tensors as check_model_tensors
 from jspec.config import ModelConfig
 from jspec.heads.config import EagleConfig, HeadConfig, MedusaConfig
@@ -196,16 +196,15 @@ def _stored(name: str, array: np.ndarray, path: Path, dtype: str) -> Tensors:
 def _check(where: str, config: HeadConfig | ModelConfig, given: dict[str, Any], tensors: Tensors,
            form: Format, target: ModelConfig, style: str) -> None:
   """Reads the checkpoint before it is written; ValueError says what would be lost."""
+  stored = {name: _held(array) for name, array in tensors.items()}
   if isinstance(config, ModelConfig):
     _check_same(style, config, model_config_from_hf(given))
     if config.vocab_size != target.vocab_size:
       raise ValueError(f"{where}: this draft model is for a vocabulary of {config.vocab_size} "
                        f"tokens, the target has {target.vocab_size}")
-    shapes = {name: array.shape for name, array in tensors.items()}
-    check_model_tensors(TensorSource(where, form.names, shapes, lambda path, name: tensors[name],
+    check_model_tensors(TensorSource(where, stored, model_leaves(config, form.names),
                                      lambda name: False), config)
     return
-  stored = {name: _held(array) for name, array in tensors.items()}
   layout = head_layout(HeadFiles(where, given, join_scales(where, stored)), config.method, target)
   _check_same(style, config, layout.config)
   check_tensors(where, layout)
