@@ -164,7 +164,6 @@ def test_scores_far_apart():
 SHARDED = """
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
-from jspec import tree
 from jspec.pallas.paged_attention_tpu import paged_attention
 from attention_cases import assert_right, case
 
@@ -189,9 +188,10 @@ assert_right(lambda scale, **arrays: jax.jit(kernel)(**arrays), c, scale=0.3)
 
 def test_inside_jit_while_and_shard_map():
   """Heads over two devices."""
-  env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-                      "JAX_PLATFORMS": "cpu"}
   root = pathlib.Path(__file__).parents[2]
+  env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+                      "JAX_PLATFORMS": "cpu",
+                      "PYTHONPATH": os.pathsep.join([str(root), str(root / "tests/support")])}
   done = subprocess.run([sys.executable, "-c", SHARDED], env=env, cwd=root, timeout=200,
                         capture_output=True, text=True)
   assert done.returncode == 0, done.stderr
