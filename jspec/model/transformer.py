@@ -1,8 +1,9 @@
 """The decoder-only transformer: pure functions over a parameter tree.
 
-Prefill, plain decoding and tree verification are the same `forward`. Families (Llama, Qwen,
-Gemma, OPT, ...) differ in ModelConfig and in which parameters exist. The parameter tree, all
-matrices (in, out), norms always float32:
+Prefill, plain decoding and tree verification are the same `forward`, over KV pages. Training has
+one over packed sequences (training/layers.py): both run `layer`, which is told how to attend.
+Families (Llama, Qwen, Gemma, OPT, ...) differ in ModelConfig and in which parameters exist. The
+parameter tree, all matrices (in, out), norms always float32:
 
   embed [V, E]; positions [max_positions, E] (learned_positions); final_norm; head {w [E, V]}
   layers: list of {attn_norm, q, k, v, o, q_norm?, k_norm?, attn_post_norm?, mlp_norm,
@@ -12,6 +13,7 @@ matrices (in, out), norms always float32:
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -72,7 +74,7 @@ def forward(
 
 
 def embed(params: Params, config: ModelConfig, token: jax.Array, position: jax.Array) -> jax.Array:
-  """[R] -> [R, E]."""
+  """[...] -> [..., E]."""
   x = _lookup(params["embed"], token, config.vocab_parts)
   if config.embed_scale != 1.0:
     x = x * jnp.asarray(config.embed_scale, x.dtype)
@@ -82,14 +84,14 @@ def embed(params: Params, config: ModelConfig, token: jax.Array, position: jax.A
 
 
 def _lookup(table: jax.Array, token: jax.Array, parts: int) -> jax.Array:
-  """table[V, E] at token i32[R]; each of the parts of V looks for its own and finds 0 else.
+  """table[V, E] at token i32[...]; each of the parts of V looks for its own and finds 0 else.
 
   Left to itself, XLA may send the whole table to every device.
   """
   if parts == 1:
     return table[token]
   size = table.shape[0] // parts
-  local = token - size * jnp.arange(parts)[:, None]  # [parts, R]
+  local = token - size * jnp.arange(parts).reshape(-1, *[1] * token.ndim)  # [parts, ...]
   take = jax.vmap(lambda rows, index: rows[jnp.clip(index, 0, size - 1)])
   rows = take(table.reshape(parts, size, -1), local)
   return jnp.where(((local >= 0) & (local < size))[..., None], rows, 0).sum(0, dtype=table.dtype)
@@ -114,16 +116,12 @@ def blocks(layers, config: ModelConfig, x, position, mask, rows: Rows, pages: KV
   angles = rope_angles(config, position)
   layer_pages: list[list[Any]] = [list(x) or [None] * len(layers) for x in (
       pages.k, pages.v, pages.k_scale, pages.v_scale)]
-  for i, layer in enumerate(layers):
+  for i, params in enumerate(layers):
     if i in taps:
       seen[i] = x
     sliding = i in config.sliding_layers
-    with jax.named_scope("attention"):
-      y = attn_input if i == 0 and attn_input is not None else norm(
-          x, layer["attn_norm"], config, bitwise)
-      q, k, v = (dense(y, layer[name], bitwise) for name in "qkv")
-      q, k = (rotate_heads(a, layer.get(f"{name}_norm"), config, angles[sliding], bitwise)
-              for a, name in ((q, "q"), (k, "k")))
+
+    def over_pages(q, k, v, i=i, sliding=sliding):
       k_pages, v_pages, k_scale, v_scale = (x[i] for x in layer_pages)
       k_pages, k_scale = cache.write(k_pages, k_scale, *where, k)
       v_pages, v_scale = cache.write(v_pages, v_scale, *where, v)
@@ -133,21 +131,42 @@ def blocks(layers, config: ModelConfig, x, position, mask, rows: Rows, pages: KV
       y = attend(y, k_pages, v_pages, page_table, length, ancestors, scale=config.scale,
                  soft_cap=config.attn_soft_cap, window=config.window if sliding else None,
                  first_visible=first_visible, is_chain=is_chain, k_scale=k_scale, v_scale=v_scale)
-      y = y.reshape(*y.shape[:2], -1)[rows.slot, rows.node]
-      y = dense(y, layer["o"], bitwise)
-      if config.post_norms:
-        y = norm(y, layer["attn_post_norm"], config, bitwise)
-      x = x + y
-    with jax.named_scope("mlp"):
-      y = mlp(norm(x, layer["mlp_norm"], config, bitwise), layer, config, bitwise)
-      if config.post_norms:
-        y = norm(y, layer["mlp_post_norm"], config, bitwise)
-      x = x + y
+      return y.reshape(*y.shape[:2], -1)[rows.slot, rows.node]
+
+    x = layer(params, config, x, angles[sliding], over_pages, bitwise,
+              attn_input if i == 0 else None)
   return x, seen, KVPages(*(tuple(a for a in x if a is not None) for x in layer_pages))
 
 
+def layer(params: Params, config: ModelConfig, x: jax.Array, angles: tuple | None,
+          attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array], bitwise: bool = False,
+          attn_input: jax.Array | None = None) -> jax.Array:
+  """One decoder layer on x[..., E].
+
+  Args:
+    angles: of the positions, as rope_angles has them for this kind of layer.
+    attend: (q [..., H*h], k [..., K*h], v [..., K*h]) -> [..., H*h].
+    attn_input: [..., any width], what q, k and v are computed from; by default x through the
+      layer's attn_norm.
+  """
+  with jax.named_scope("attention"):
+    y = norm(x, params["attn_norm"], config, bitwise) if attn_input is None else attn_input
+    q, k, v = (dense(y, params[name], bitwise) for name in "qkv")
+    q, k = (rotate_heads(a, params.get(f"{name}_norm"), config, angles, bitwise)
+            for a, name in ((q, "q"), (k, "k")))
+    y = dense(attend(q, k, v), params["o"], bitwise)
+    if config.post_norms:
+      y = norm(y, params["attn_post_norm"], config, bitwise)
+    x = x + y
+  with jax.named_scope("mlp"):
+    y = mlp(norm(x, params["mlp_norm"], config, bitwise), params, config, bitwise)
+    if config.post_norms:
+      y = norm(y, params["mlp_post_norm"], config, bitwise)
+    return x + y
+
+
 def logits(params: Params, config: ModelConfig, hidden: jax.Array, bitwise=False) -> jax.Array:
-  """hidden [R, E] -> float32 [R, V], the sums as they are: never rounded to the model's dtype."""
+  """hidden [..., E] -> float32 [..., V], the sums as they are, never in the model's dtype."""
   with jax.named_scope("lm_head"):
     if "head" in params:
       out = dense(hidden, params["head"], bitwise, jnp.float32)
@@ -178,7 +197,7 @@ def with_vocab_size(params: Params, size: int) -> Params:
 
 
 def dense(x: jax.Array, p: Params, bitwise: bool, dtype: Any = None) -> jax.Array:
-  """x [R, in] @ w [in, out] (+ b), summed in float32.
+  """x [..., in] @ w [in, out] (+ b), summed in float32.
 
   dtype: of the result, x's by default; float32 for logits, in which bfloat16 would make ties.
   """
@@ -187,13 +206,14 @@ def dense(x: jax.Array, p: Params, bitwise: bool, dtype: Any = None) -> jax.Arra
 
 
 def _rows_product(x, w, contract: int, bitwise: bool, dtype: Any):
-  """x[R, in] times w, over w's axis `contract`, in dtype.
+  """x[..., in] times w, over w's axis `contract`, in dtype.
 
   XLA:CPU compiles one row to a matrix-vector product that rounds differently (and in bfloat16 is
   many times slower), and above MAX_ROWS float32 rows it blocks the sum differently. So bfloat16
   always has at least MIN_ROWS rows, and `bitwise` keeps all widths within one class: then a row's
   result does not depend on how many rows go with it.
   """
+  outer, x = x.shape[:-1], x.reshape(-1, x.shape[-1])
   num_rows = x.shape[0]
   few = bitwise or (w.dtype == jnp.bfloat16 and jax.default_backend() == "cpu")
   if few and num_rows < MIN_ROWS:
@@ -209,8 +229,10 @@ def _rows_product(x, w, contract: int, bitwise: bool, dtype: Any):
     for part in parts:
       part, w = jax.lax.optimization_barrier((part, w))
       out.append(multiply(part))
-    return jnp.concatenate(out)[:num_rows]
-  return multiply(x)[:num_rows]
+    y = jnp.concatenate(out)
+  else:
+    y = multiply(x)
+  return y[:num_rows].reshape(*outer, -1)
 
 
 def norm(x: jax.Array, p: Params, config: ModelConfig, bitwise: bool) -> jax.Array:
@@ -233,14 +255,14 @@ def mlp(x: jax.Array, layer: Params, config: ModelConfig, bitwise: bool) -> jax.
 
 
 def rope_angles(config: ModelConfig, position: jax.Array) -> dict[bool, tuple | None]:
-  """(cos, sin) float32 [R, 1, h/2] for full (False) and sliding-window (True) layers."""
+  """(cos, sin) float32 [..., 1, h/2] for full (False) and sliding-window (True) layers."""
   if config.learned_positions:
     return {False: None, True: None}
-  angle = position[:, None, None].astype(jnp.float32) * rope_frequencies(config, False)
+  angle = position[..., None, None].astype(jnp.float32) * rope_frequencies(config, False)
   full = jnp.cos(angle), jnp.sin(angle)
   if config.rope_theta_local is None:
     return {False: full, True: full}
-  angle = position[:, None, None].astype(jnp.float32) * rope_frequencies(config, True)
+  angle = position[..., None, None].astype(jnp.float32) * rope_frequencies(config, True)
   return {False: full, True: (jnp.cos(angle), jnp.sin(angle))}
 
 
@@ -265,8 +287,8 @@ def rope_frequencies(config: ModelConfig, sliding: bool) -> np.ndarray:
 
 
 def rotate_heads(x, p, config: ModelConfig, angles, bitwise):
-  """q or k rows [R, heads*h]: per-head norm, then rotation of the two halves."""
-  y = x.reshape(x.shape[0], -1, config.head_dim)
+  """q or k [..., heads*h]: per-head norm, then rotation of the two halves."""
+  y = x.reshape(*x.shape[:-1], -1, config.head_dim)
   if p is not None:
     y = norm(y, p, config, bitwise)
   if angles is not None:

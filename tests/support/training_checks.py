@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jspec.model import transformer
 from jspec.training import layers
 from jspec.training.types import Batch, Method
 
@@ -64,7 +65,7 @@ def own_text(target, target_params, num: int, length: int, prompt: int = 4, seed
   @jax.jit
   def best(token):
     hidden, _ = layers.forward(target_params, target, token, segment, position)
-    return layers.logits(target_params, target, hidden).argmax(-1)
+    return transformer.logits(target_params, target, hidden).argmax(-1)
 
   for at in range(prompt, length):
     token[:, at] = best(token)[:, at - 1]

@@ -41,7 +41,7 @@ def test_forward_equals_transformers_and_the_paged_pass(name, tmp_path):
   config, params, ids, golden = family(name, tmp_path)
   taps = (config.num_layers, 0, 1)
   hidden, features = forward(params, config, *one_sequence(ids), taps)
-  logits = np.array(layers.logits(params, config, hidden))[0]
+  logits = np.array(transformer.logits(params, config, hidden))[0]
   assert np.abs(logits - golden).max() < 1e-4
   pages = cache.init_pages(config, -(-T // PAGE_SIZE), PAGE_SIZE, jnp.float32)
   want_hidden, want_features = paged(params, config, ids[None], pages, taps)
@@ -58,7 +58,7 @@ def test_packed_sequences_and_padding_do_not_see_each_other(name, tmp_path):
   segment = np.repeat([0, 1, 2], [2, cut, T - cut - 2])[None]
   position = np.concatenate([np.arange(n) for n in (2, cut, T - cut - 2)])[None]
   hidden, _ = forward(params, config, row, segment, position)
-  logits = np.array(layers.logits(params, config, hidden))[0]
+  logits = np.array(transformer.logits(params, config, hidden))[0]
   assert np.abs(logits[2:2 + cut] - golden[:cut]).max() < 1e-4
   assert np.abs(logits[2 + cut:] - golden[:T - cut - 2]).max() < 1e-4
   joined, _ = forward(params, config, row, np.ones_like(segment), position)
@@ -89,8 +89,11 @@ def test_attention_with_later_entries_is_attention_over_lists(window):
   q, k, v, later = draw(h), draw(kv), draw(kv), [(draw(kv), draw(kv)) for _ in range(num)]
   segment = np.array([[0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 2, 2, 2, 2]])
   position = np.array([[0, 0, 1, 2, 3, 4, 5], [0, 1, 2, 0, 1, 2, 3]])
-  got = layers.attention(q, k, v, segment, position, config, sliding=window is not None,
-                              later=later)
+  flat = lambda x: x.reshape(b, t, -1)
+  got = layers.attention(flat(q), flat(k), flat(v), segment, position, config,
+                         sliding=window is not None,
+                         later=[(flat(keys), flat(values)) for keys, values in later])
+  got = got.reshape(q.shape)
   for row, at, head in np.ndindex(b, t, h):
     one = head // (h // kv)
     entries = [(position[row, j], k[row, j, one], v[row, j, one]) for j in range(at + 1)
@@ -108,7 +111,7 @@ def test_a_tapped_state_is_the_input_of_its_layer(tmp_path):
   config, params, ids, _ = family("llama_tied", tmp_path)
   args = one_sequence(ids)
   _, features = forward(params, config, *args, (0, 1))
-  embedded = layers.embed(params, config, args[0], args[2])
+  embedded = transformer.embed(params, config, args[0], args[2])
   np.testing.assert_array_equal(features[..., :config.width], embedded)
   shallow = {**params, "layers": params["layers"][:1]}
   hidden, _ = forward(shallow, dataclasses.replace(config, num_layers=1), *args)

@@ -14,6 +14,7 @@ from tiny_cases import TARGET, target_params
 from training_cases import JOINT, KNOWN, METHODS, ONE_OF_EACH, B, T, loss_of, packed, params_of
 from training_checks import accuracies, check_gradient, quickly
 
+from jspec.model import transformer
 from jspec.training import layers, terms
 from jspec.training.methods import eagle1, medusa2
 from jspec.training.methods.eagle1 import Eagle1Options
@@ -234,7 +235,7 @@ def test_mlp_speculator_loss_is_that_of_a_stack_fed_the_text(name):
 def test_draft_model_loss_is_the_divergence_of_two_laws(name):
   batch, params, method = packed(), params_of(name), METHODS[name]
   hidden, _ = layers.forward(params, method.config, batch.token, batch.segment, batch.position)
-  own, heat = np.array(layers.logits(params, method.config, hidden), np.float64), 1.0
+  own, heat = np.array(transformer.logits(params, method.config, hidden), np.float64), 1.0
   if name == "draft_model":
     heat = 1.5
   each, lm_head = [], numpy(target_params())["head"]["w"]

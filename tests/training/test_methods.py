@@ -18,8 +18,9 @@ from jspec.drafters.draft_model import draft_model as draft_model_drafter
 from jspec.drafters.eagle import eagle
 from jspec.drafters.medusa import medusa as medusa_drafter
 from jspec.drafters.mlp_speculator import mlp_speculator as mlp_speculator_drafter
+from jspec.model import transformer
 from jspec.speculation import tree
-from jspec.training import layers, lora
+from jspec.training import lora
 from jspec.training.methods import draft_model, eagle1, medusa, medusa2, mlp_speculator
 from jspec.training.methods.draft_model import DraftModelOptions
 from jspec.training.methods.eagle1 import Eagle1Options
@@ -132,7 +133,7 @@ def test_medusa_heads_start_as_the_targets_own():
   for target, tied in ((TARGET, False), (tied_target, True)):
     params = {k: v for k, v in target_params().items() if not (tied and k == "head")}
     method = medusa.make(MedusaOptions(), target, KNOWN)
-    own = layers.logits(params, target, packed().hidden)[..., KNOWN]
+    own = transformer.logits(params, target, packed().hidden)[..., KNOWN]
     for out in method.logits(method.init(jax.random.key(0), params), params, packed()):
       np.testing.assert_allclose(out, own, atol=1e-5)
     exported = method.export(method.init(jax.random.key(0), params), params)

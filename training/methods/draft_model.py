@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from jspec.config import ModelConfig
+from jspec.model import transformer
 from jspec.training import layers, terms
 from jspec.training.types import Batch, Method, Params
 
@@ -52,13 +53,13 @@ def make(options: DraftModelOptions, target: ModelConfig) -> Method:
     """Row t predicts token t + 1."""
     hidden, _ = layers.forward(params, config, batch.token, batch.segment, batch.position,
                                     checkpoint=options.checkpoint)
-    return layers.logits(params, config, hidden)
+    return transformer.logits(params, config, hidden)
 
   def loss_terms(params, target_params, batch: Batch, step, key):
     del step, key  # unused
     out = own_logits(params, batch)
     teacher = jax.lax.stop_gradient(
-        layers.logits(target_params, target, terms.hidden_of(batch)))
+        transformer.logits(target_params, target, terms.hidden_of(batch)))
     counts = terms.counted(batch, 1)
     each = distance(options.divergence, teacher / options.temperature, out / options.temperature)
     total = terms.mean(each, counts).times(options.temperature**2)

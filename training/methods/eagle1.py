@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jspec.config import ModelConfig
 from jspec.heads.config import EagleConfig
 from jspec.heads.init import init_head
-from jspec.training import layers, terms
+from jspec.model import transformer
+from jspec.training import terms
 from jspec.training.methods.eagle_layers import draft_layer, draft_layers, no_keys
 from jspec.training.types import Batch, Method, Params
 
@@ -53,7 +54,7 @@ def make(options: Eagle1Options, target: ModelConfig) -> Method:
     true = terms.shifted(feature, 1)
     counts = terms.counted(batch, 2)
     of_feature = terms.mean(smooth_l1(predicted, true), counts)
-    student, teacher = (layers.logits(target_params, target, x) for x in (predicted, true))
+    student, teacher = (transformer.logits(target_params, target, x) for x in (predicted, true))
     of_logits = terms.mean(terms.soft_cross_entropy(teacher, student), counts)
     metrics = {"loss_feature": of_feature, "loss_logits": of_logits, "terms": terms.number(counts)}
     return ((of_feature.times(options.feature_weight), of_logits.times(options.logit_weight)),
@@ -61,7 +62,7 @@ def make(options: Eagle1Options, target: ModelConfig) -> Method:
 
   def logits(params, target_params, batch: Batch):
     feature = terms.hidden_of(batch).astype(params["fc"]["w"].dtype)
-    return tuple(layers.logits(target_params, target, x) for x in unroll(
+    return tuple(transformer.logits(target_params, target, x) for x in unroll(
         params, target_params, batch, feature, config, target, options.num_draft))
 
   return Method("eagle", config, init, loss_terms, logits, lambda params, target_params: params,
@@ -79,8 +80,9 @@ def unroll(params: Params, target_params: Params, batch: Batch, feature: jax.Arr
   keys = no_keys(params["layers"])
   for j in range(num_steps):
     position = batch.position + 1 + j
-    x = layers.embed(target_params, target, terms.shifted(batch.token, 1 + j), position)
-    x = layers.dense(jnp.concatenate([x.astype(feature.dtype), feature], -1), params["fc"])
+    x = transformer.embed(target_params, target, terms.shifted(batch.token, 1 + j), position)
+    x = jnp.concatenate([x.astype(feature.dtype), feature], -1)
+    x = transformer.dense(x, params["fc"], False)
     x = draft_layers(params["layers"], layer, x, x, position, batch, keys)
     out.append(x)
     feature = x

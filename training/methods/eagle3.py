@@ -16,7 +16,7 @@ from jspec.config import ModelConfig
 from jspec.heads.config import EagleConfig
 from jspec.heads.init import init_head
 from jspec.model import transformer
-from jspec.training import layers, terms
+from jspec.training import terms
 from jspec.training.methods.eagle_layers import draft_layer, draft_layers, no_keys
 from jspec.training.types import Batch, Mean, Measured, Method, Params
 
@@ -68,7 +68,8 @@ def make(options: Eagle3Options, target: ModelConfig, target_id: np.ndarray | No
     own, hidden = frozen(target_params), terms.hidden_of(batch)
     head = params["head"] if options.train_head else own
     # What the target says about the token after each one, within the draft vocabulary.
-    teacher = jax.lax.stop_gradient(layers.dense(hidden, _cast(own, hidden), jnp.float32))
+    teacher = jax.lax.stop_gradient(
+        transformer.dense(hidden, _cast(own, hidden), False, jnp.float32))
     if target.final_soft_cap is not None:
       teacher = target.final_soft_cap * jnp.tanh(teacher / target.final_soft_cap)
     parts: list[Mean] = []
@@ -76,7 +77,7 @@ def make(options: Eagle3Options, target: ModelConfig, target_id: np.ndarray | No
     for j, y in enumerate(run(params, target_params, batch)):
       label, counts = terms.shifted(batch.token, j + 2), terms.counted(batch, j + 2)
       known = terms.draft_token(label, target_id, target.vocab_size)[1]
-      logits = layers.dense(y, _cast(head, y), jnp.float32)
+      logits = transformer.dense(y, _cast(head, y), False, jnp.float32)
       part = terms.mean(
           terms.soft_cross_entropy(terms.shifted(teacher, j + 1), logits), counts & known)
       parts.append(part.times(options.step_decay**j))
@@ -85,7 +86,7 @@ def make(options: Eagle3Options, target: ModelConfig, target_id: np.ndarray | No
 
   def logits(params, target_params, batch: Batch):
     head = params["head"] if options.train_head else frozen(target_params)
-    return tuple(layers.dense(y, _cast(head, y), jnp.float32)
+    return tuple(transformer.dense(y, _cast(head, y), False, jnp.float32)
                  for y in run(params, target_params, batch))
 
   def export(params, target_params):
@@ -140,7 +141,7 @@ def unroll(params: Params, target_params: Params, batch: Batch, config: EagleCon
   out = []
   for j in range(num_steps):
     position = batch.position + 1 + j
-    embedded = layers.embed(target_params, target, terms.shifted(batch.token, 1 + j), position)
+    embedded = transformer.embed(target_params, target, terms.shifted(batch.token, 1 + j), position)
     first = params["layers"][0]
     normed = transformer.norm(feature, first["feature_norm"], layer, False)
     embedded = transformer.norm(embedded.astype(feature.dtype), first["embed_norm"], layer, False)
@@ -162,7 +163,7 @@ def fuse(params: Params, feature: jax.Array | None, config: EagleConfig) -> jax.
     feature = jnp.concatenate([
         transformer.norm(x, p, config.layer, False) for x, p in zip(
             jnp.split(feature, config.num_taps, -1), params["fc_norm"], strict=True)], -1)
-  return layers.dense(feature, params["fc"])
+  return transformer.dense(feature, params["fc"], False)
 
 
 def _cast(head: Params, y: jax.Array) -> Params:

@@ -8,7 +8,7 @@ import jax
 
 from jspec.config import ModelConfig
 from jspec.model import transformer
-from jspec.training.layers import attention, block
+from jspec.training.layers import attention
 from jspec.training.types import Batch, Params
 
 Keys = list[list[tuple[jax.Array, jax.Array]]]  # by layer and step, (k, v)
@@ -38,13 +38,12 @@ def draft_layers(layers: list[Params], config: ModelConfig, x: jax.Array, attn_i
     attn_input: what the first layer's q, k and v are computed from.
     position: i32[B, T], of this step's entries.
   """
-  angles = transformer.rope_angles(config, position.reshape(-1))[False]
+  angles = transformer.rope_angles(config, position)[False]
   for i, p in enumerate(layers):
     def attend(q, k, v, steps=keys[i]):
       steps.append((k, v))
       (text_k, text_v), *later = steps
-      return attention(q, text_k, text_v, batch.segment, batch.position, config,
-                                   later=later)
+      return attention(q, text_k, text_v, batch.segment, batch.position, config, later=later)
 
-    x = block(p, config, x, angles, attend, None if i else attn_input)
+    x = transformer.layer(p, config, x, angles, attend, attn_input=None if i else attn_input)
   return x

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.config import ModelConfig
+from jspec.model import transformer
 from jspec.training import layers, lora, terms
 from jspec.training.methods import medusa
 from jspec.training.methods.medusa import MedusaOptions
@@ -79,9 +80,9 @@ def make(options: Medusa2Options, target: ModelConfig,
     return parts, metrics | {"loss_heads": heads, "loss_target": own}
 
   def target_loss(tuned, hidden, target_params, batch):
-    student = layers.logits(tuned, target, hidden)
+    student = transformer.logits(tuned, target, hidden)
     if options.self_distill:
-      teacher = layers.logits(target_params, target, terms.hidden_of(batch))
+      teacher = transformer.logits(target_params, target, terms.hidden_of(batch))
       each = terms.divergence(teacher, student)
     else:
       each = terms.cross_entropy(student, terms.shifted(batch.token, 1))
