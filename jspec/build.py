@@ -51,29 +51,28 @@ def build_engine(parts: Parts, devices: Placement, fields: Mapping[str, Any]) ->
   fields = {**fields, "data_parallel_size": 1, "num_pages": fields["num_pages"] // share,
             "max_num_seqs": fields["max_num_seqs"] // share}
   model, params = parts.target.config, placed(parts.target, devices.target).params
-  bitwise = fields["numerics"] == "bitwise"
   drafter, draft_params = build_drafter(drafter_setup(
-      parts.spec, model, params, devices, fields["max_model_len"], fields["page_size"], bitwise,
+      parts.spec, model, params, devices, fields["max_model_len"], fields["page_size"],
       lambda name: _draft(parts, name, devices.draft),
       lambda name: parts.load_head(name, devices.head, params)))
   check_rates(parts.spec.verification.rates, drafter.max_depth)
   cost = ACCELERATOR_COST if jax.default_backend() != "cpu" else cpu_cost(
-      model, fields["dtype"] == "float32" and not bitwise)
+      model, fields["dtype"] == "float32" and not devices.execution.bitwise)
   if jax.default_backend() == "cpu":
     fields["widths"] = cpu_widths(fields["max_num_seqs"], drafter.num_nodes)
   config: EngineConfig = engine_config(model, drafter.lookahead, **fields)
-  check_attention(devices.attend, model, config, devices.kv_dtype, drafter.num_nodes)
+  check_attention(devices.execution.attend, model, config, devices.kv_dtype, drafter.num_nodes)
   return Engine(model, params, drafter, draft_params, config, parts.spec, cost, devices)
 
 
 def drafter_setup(spec: SpeculativeConfig, target: ModelConfig, params: Any, devices: Placement,
-                  max_model_len: int, page_size: int, bitwise: bool,
+                  max_model_len: int, page_size: int,
                   load_draft: Callable[[str | None], tuple[ModelConfig, Any, int]],
                   load_head: Callable[[str | None], tuple[HeadConfig, Any]]) -> DrafterSetup:
   """What a drafter beside this target gets to work with, whether it runs or is only compiled."""
   return DrafterSetup(
       spec=spec, target=target, max_model_len=max_model_len, page_size=page_size,
-      kv_dtype=devices.kv_dtype, bitwise=bitwise, attend=devices.draft_attend,
+      kv_dtype=devices.kv_dtype, execution=devices.draft_execution,
       load_draft=load_draft, load_head=load_head, target_params=params)
 
 

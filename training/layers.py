@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jspec.config import ModelConfig
 from jspec.model import transformer
+from jspec.model.execution import FAST
 
 Params = Any
 MASKED = -1e30  # finite, so that a row that sees nothing has no NaN in its gradient
@@ -48,10 +49,10 @@ def forward(
 
     def run(layer, x, angles, sliding=sliding):
       attend = lambda q, k, v: attention(q, k, v, segment, position, config, sliding=sliding)
-      return transformer.layer(layer, config, x, angles, attend)
+      return transformer.layer(layer, config, x, angles, attend, FAST)
 
     x = (jax.checkpoint(run) if checkpoint else run)(layer, x, angles[sliding])
-  hidden = transformer.norm(x, params["final_norm"], config, False)
+  hidden = transformer.norm(x, params["final_norm"], config, FAST)
   seen[config.num_layers] = hidden
   nothing = jnp.zeros((*x.shape[:2], 0), x.dtype)
   return hidden, jnp.concatenate([nothing, *(seen[k] for k in taps)], -1)

@@ -103,14 +103,14 @@ def _build(case: Case, config: ModelConfig, devices: list[Any], platform: str,
   held, _ = placement.target(config)
   target = _param_shapes(held, case.dtype)
   setup = drafter_setup(
-      speculation(case), held, target, placement, case.context, case.page_size, False,
+      speculation(case), held, target, placement, case.context, case.page_size,
       lambda _: _draft_model(case), lambda _: _head(case, config.num_layers))
   drafter, draft_params = DRAFTERS[setup.spec.method](setup)
   if drafter.feed is not None:
     draft_params = drafter.feed.params([None] * case.batch)
   engine = dataclasses.replace(engine, num_pages=case.batch * engine.pages_per_slot(case.nodes))
   step_config = step.StepConfig(held, engine.widths, max_logprobs=MAX_LOGPROBS,
-                                attend=placement.attend)
+                                execution=placement.execution)
   run = step.make_multi_step(step_config, drafter, MAX_STEPS)
 
   # A single device needs no mesh to run, but a sharding to be compiled for.

@@ -18,10 +18,9 @@ import numpy as np
 from jspec.config import ModelConfig
 from jspec.drafters.draft_laws import confident, draft_law, draft_uniforms
 from jspec.model import cache, transformer
-from jspec.model.attention import Attend
 from jspec.model.control import run_if
+from jspec.model.execution import FAST, Execution
 from jspec.model.rows import chain_mask, rows_of_all
-from jspec.pallas import reference
 from jspec.speculation import sampling, tree
 from jspec.speculation.drafter import Drafter, DrafterSetup
 from jspec.types import NO_PARENT, DraftTree, KVPages, Rows
@@ -40,8 +39,7 @@ class DraftModelState(flax.struct.PyTreeNode):
 
 
 def draft_model(config: ModelConfig, widths: tuple[int, ...], page_size: int, dtype,
-                sampled: bool, bitwise: bool = False,
-                attend: Attend = reference.paged_attention, confidence: float = 0.0,
+                sampled: bool, how: Execution = FAST, confidence: float = 0.0,
                 num_tokens: int | None = None) -> Drafter:
   """widths[d] children per node at depth d; all ones is a chain.
 
@@ -68,10 +66,10 @@ def draft_model(config: ModelConfig, widths: tuple[int, ...], page_size: int, dt
     # All but a tree's own levels are chains.
     is_chain = token.shape[1] != num_nodes or num_nodes == len(widths) + 1
     return transformer.forward(params, config, token, mask, rows, pages, slots.page_table, length,
-                         attend=attend, is_chain=is_chain, bitwise=bitwise)
+                         how=how, is_chain=is_chain)
 
   def token_logits(params, hidden):
-    logits = transformer.logits(params, config, hidden, bitwise)
+    logits = transformer.logits(params, config, hidden, how)
     if num_tokens == config.vocab_size:
       return logits
     return jnp.where(jnp.arange(config.vocab_size) < num_tokens, logits, -jnp.inf)
@@ -194,6 +192,6 @@ def build(setup: DrafterSetup):
   config, params, num_tokens = setup.load_draft(spec.model)
   widths = spec.tree_widths or (1,) * spec.num_speculative_tokens
   drafter = draft_model(config, widths, setup.page_size, setup.kv_dtype,
-                        spec.draft_sample_method == "probabilistic", setup.bitwise, setup.attend,
+                        spec.draft_sample_method == "probabilistic", setup.execution,
                         spec.draft_confidence_threshold, num_tokens)
   return drafter, params

@@ -19,10 +19,9 @@ from jspec.drafters import draft_laws
 from jspec.heads.config import EagleConfig
 from jspec.heads.eagle import make_head
 from jspec.model import cache, transformer
-from jspec.model.attention import Attend
 from jspec.model.control import run_if
+from jspec.model.execution import FAST, Execution
 from jspec.model.rows import one_row, rows_at
-from jspec.pallas import reference
 from jspec.speculation import sampling, tree
 from jspec.speculation.drafter import Drafter, DrafterSetup, load_head
 from jspec.types import NO_PARENT, DraftTree, KVPages
@@ -41,8 +40,8 @@ class _Draft(flax.struct.PyTreeNode):
 
 
 def eagle(config: EagleConfig, shape: tree.Shape, target: ModelConfig, page_size: int, dtype, *,
-          sampled: bool = False, confidence: float = 0.0, bitwise: bool = False,
-          attend: Attend = reference.paged_attention) -> Drafter:
+          sampled: bool = False, confidence: float = 0.0,
+          how: Execution = FAST) -> Drafter:
   """Trees of one shape; params: {"head": see heads/config.py, "target": the target's}.
 
   Args:
@@ -55,7 +54,7 @@ def eagle(config: EagleConfig, shape: tree.Shape, target: ModelConfig, page_size
   if max(shape.rank) >= known:
     raise ValueError(f"EAGLE tree: rank {max(shape.rank)} needs more than {known} draft tokens")
   draft_laws.check_stop(confidence, shape)
-  head = make_head(config, target, attend, bitwise)
+  head = make_head(config, target, how)
   depth, rank, parents = np.array(shape.depth), np.array(shape.rank), np.array(shape.parents)
   # By level, the nodes that have children: the others need no pass.
   inner = [np.array([i for i in range(shape.num_nodes) if depth[i] == level and shape.children(i)])
@@ -116,8 +115,7 @@ def eagle(config: EagleConfig, shape: tree.Shape, target: ModelConfig, page_size
 
 
 def eagle_dynamic(config: EagleConfig, target: ModelConfig, page_size: int, dtype, *, top_k: int,
-                  depth: int, total_tokens: int, bitwise: bool = False,
-                  attend: Attend = reference.paged_attention) -> Drafter:
+                  depth: int, total_tokens: int, how: Execution = FAST) -> Drafter:
   """EAGLE-2's tree, which follows the head's own confidence (Li et al. 2024b, section 4).
 
   Each level expands the top_k nodes of the last one that are likeliest by the product of the
@@ -135,7 +133,7 @@ def eagle_dynamic(config: EagleConfig, target: ModelConfig, page_size: int, dtyp
   if not depth + 2 <= total_tokens <= 1 + size_of(depth):  # depth + 1 would promise a chain
     raise ValueError(f"EAGLE tree: {total_tokens=} must lie in {depth + 2}..{1 + size_of(depth)}, "
                      f"given {top_k=} and {depth=}")
-  head = make_head(config, target, attend, bitwise)
+  head = make_head(config, target, how)
   parts = config.layer.vocab_parts if config.has_head else target.vocab_parts
 
   def best(params, logits):
@@ -232,12 +230,11 @@ def _build(setup: DrafterSetup, method: str):
     drafter = eagle_dynamic(
         config, setup.target, setup.page_size, setup.kv_dtype, top_k=spec.tree_top_k,
         depth=num_tokens or DYNAMIC_DEPTH, total_tokens=spec.tree_total_tokens,
-        bitwise=setup.bitwise, attend=setup.attend)
+        how=setup.execution)
   else:
     num_tokens = num_tokens or CHAIN_TOKENS
     shape = tree.shape_of(spec.tree_paths or draft_trees.of_widths((1,) * num_tokens))
     drafter = eagle(config, shape, setup.target, setup.page_size, setup.kv_dtype, sampled=sampled,
-                    confidence=spec.draft_confidence_threshold, bitwise=setup.bitwise,
-                    attend=setup.attend)
+                    confidence=spec.draft_confidence_threshold, how=setup.execution)
   shared = {name: x for name, x in setup.target_params.items() if name != "layers"}
   return drafter, {"head": head, "target": shared}

@@ -14,13 +14,14 @@ from jspec.config import ModelConfig, draft_trees
 from jspec.drafters import draft_laws
 from jspec.heads.config import MedusaConfig
 from jspec.heads.medusa import head_logits, head_params, target_ids
+from jspec.model.execution import FAST, Execution
 from jspec.speculation import sampling, tree
 from jspec.speculation.drafter import Drafter, DrafterSetup, load_head
 from jspec.types import NO_PARENT, DraftTree
 
 
 def medusa(config: MedusaConfig, shape: tree.Shape, target: ModelConfig, *, sampled: bool = False,
-           confidence: float = 0.0, bitwise: bool = False) -> Drafter:
+           confidence: float = 0.0, how: Execution = FAST) -> Drafter:
   """Drafts a tree of ranks, likeliest tokens first.
 
   params: see head_params of heads/medusa.py.
@@ -48,7 +49,7 @@ def medusa(config: MedusaConfig, shape: tree.Shape, target: ModelConfig, *, samp
     q_probs = jnp.zeros((b, num_nodes, config.vocab_size)) if sampled else None
     going = jnp.ones((b, 1), bool)
     for level in range(shape.max_depth):
-      logits = head_logits(params, config, target, slots.feature, level, bitwise)
+      logits = head_logits(params, config, target, slots.feature, level, how)
       nodes = np.flatnonzero(depth == level + 1)
       ids, laws = by_rank(logits, int(rank[nodes].max()) + 1, level, slots)
       token = token.at[:, nodes].set(target_ids(params, ids)[:, rank[nodes]])
@@ -80,5 +81,5 @@ def build(setup: DrafterSetup):
                      f"of {spec.model} know {vocab_size}")
   drafter = medusa(config, shape, setup.target,
                    sampled=spec.draft_sample_method == "probabilistic",
-                   confidence=spec.draft_confidence_threshold, bitwise=setup.bitwise)
+                   confidence=spec.draft_confidence_threshold, how=setup.execution)
   return drafter, head_params(head, config, setup.target_params)

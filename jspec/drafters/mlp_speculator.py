@@ -17,6 +17,7 @@ from jspec.config import ModelConfig, draft_trees
 from jspec.drafters import draft_laws
 from jspec.heads.config import MlpSpeculatorConfig
 from jspec.model import transformer
+from jspec.model.execution import FAST, Execution
 from jspec.pallas.reference import tree_sum
 from jspec.speculation import sampling, tree
 from jspec.speculation.drafter import Drafter, DrafterSetup, load_head
@@ -54,7 +55,7 @@ def levels_of(shape: tree.Shape) -> list[Level]:
 
 def mlp_speculator(config: MlpSpeculatorConfig, shape: tree.Shape, target: ModelConfig, *,
                    n_candidates: int = 0, sampled: bool = False, confidence: float = 0.0,
-                   bitwise: bool = False) -> Drafter:
+                   how: Execution = FAST) -> Drafter:
   """Drafts a tree of ranks, likeliest tokens first. params: {"head": see MlpSpeculatorConfig}.
 
   Args:
@@ -75,11 +76,11 @@ def mlp_speculator(config: MlpSpeculatorConfig, shape: tree.Shape, target: Model
 
   def normed(x):
     x = x.astype(jnp.float32)
-    total = tree_sum(x * x) if bitwise else (x * x).sum(-1, keepdims=True)
+    total = tree_sum(x * x) if how.bitwise else (x * x).sum(-1, keepdims=True)
     return x * jax.lax.rsqrt(total / x.shape[-1] + EPS)
 
   def product(x, p, dtype=None):  # [B, n, in] -> [B, n, out]
-    rows = transformer.dense(x.reshape(-1, x.shape[-1]), p, bitwise, dtype)
+    rows = transformer.dense(x.reshape(-1, x.shape[-1]), p, how, dtype)
     return rows.reshape(*x.shape[:2], -1)
 
   def advance(stage, state, token, source):
@@ -171,5 +172,5 @@ def build(setup: DrafterSetup):
                      f"{spec.model} knows {config.vocab_size}")
   drafter = mlp_speculator(config, shape, setup.target, n_candidates=spec.n_candidates,
                            sampled=spec.draft_sample_method == "probabilistic",
-                           confidence=spec.draft_confidence_threshold, bitwise=setup.bitwise)
+                           confidence=spec.draft_confidence_threshold, how=setup.execution)
   return drafter, {"head": head}

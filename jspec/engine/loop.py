@@ -58,7 +58,7 @@ class Engine:
     self._params = {"target": params, "draft": draft_params}
     self._step_config = step.StepConfig(
         model, config.widths or step.default_widths(config.max_num_seqs, drafter.num_nodes),
-        cost, MAX_LOGPROBS, config.numerics == "bitwise", devices.attend, spec.verification,
+        cost, MAX_LOGPROBS, devices.execution, spec.verification,
         spec.adaptive_draft_length, config.dynamic_speculation)
     self._goodput = Goodput(np.array([rows for rows, _ in self._step_config.widths]),
                             *step_costs(self._step_config, config.max_num_seqs),

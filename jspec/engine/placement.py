@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jspec.config import EngineConfig, ModelConfig
 from jspec.model import attention, cache, sharding
 from jspec.model.attention import Attend
+from jspec.model.execution import Execution
 from jspec.model.params import Place, on_device
 from jspec.types import SpecState
 
@@ -28,8 +29,8 @@ class Placement:
   platform: str
   mesh: Mesh | None  # one axis "tp"; None on a single CPU or GPU
   draft_tp: int  # devices that share a draft model: 1 (each has all of it) or all of "tp"
-  attend: Attend
-  draft_attend: Attend
+  execution: Execution  # of the target
+  draft_execution: Execution
   kv_dtype: jnp.dtype  # of all KV pages
 
   @property
@@ -96,9 +97,13 @@ def place(config: EngineConfig, platform: str, draft_tp: int = 1, interpret: obj
   def on(devices: Sequence[jax.Device]) -> Placement:
     alone = needed == 1 and jax.process_count() == 1 and platform != "tpu"
     mesh = None if alone else sharding.make_mesh(devices)
-    choose = lambda split: attention.choose(platform, backend, interpret=interpret, mesh=mesh,
-                                            split_heads=split)
-    return Placement(platform, mesh, draft_tp, choose(True), choose(draft_tp > 1), kv_dtype)
+
+    def execution(split: bool) -> Execution:
+      attend = attention.choose(platform, backend, interpret=interpret, mesh=mesh,
+                                split_heads=split)
+      return Execution(attend, config.numerics == "bitwise")
+
+    return Placement(platform, mesh, draft_tp, execution(True), execution(draft_tp > 1), kv_dtype)
 
   return [on(devices[i:i + tp]) for i in range(0, needed, tp)]
 

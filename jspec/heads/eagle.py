@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jspec.config import ModelConfig
 from jspec.heads.config import EagleConfig
 from jspec.model import transformer
-from jspec.model.attention import Attend
+from jspec.model.execution import Execution
 from jspec.model.rows import chain_mask, rows_of_all
 from jspec.types import Committed, KVPages, Rows, Slots
 
@@ -31,7 +31,7 @@ class Head(NamedTuple):
   observe: Callable
 
 
-def make_head(config: EagleConfig, target: ModelConfig, attend: Attend, bitwise: bool) -> Head:
+def make_head(config: EagleConfig, target: ModelConfig, how: Execution) -> Head:
   layer = config.layer
   if config.draft_vocab_size and not config.has_head:
     raise ValueError("a head that drafts from rows of the target's lm_head needs a copy of them: "
@@ -43,12 +43,12 @@ def make_head(config: EagleConfig, target: ModelConfig, attend: Attend, bitwise:
     if config.version == 1:
       return feature  # fc takes it together with the embedding
     if config.norm_before_fc:
-      feature = transformer.norm(feature, head["fc_norm"], layer, bitwise)
+      feature = transformer.norm(feature, head["fc_norm"], layer, how)
     elif config.fc_norm:
       taps = jnp.split(feature, config.num_taps, -1)
-      feature = jnp.concatenate([transformer.norm(x, p, layer, bitwise)
+      feature = jnp.concatenate([transformer.norm(x, p, layer, how)
                                  for x, p in zip(taps, head["fc_norm"], strict=True)], -1)
-    rows = transformer.dense(feature.reshape(-1, feature.shape[-1]), head["fc"], bitwise)
+    rows = transformer.dense(feature.reshape(-1, feature.shape[-1]), head["fc"], how)
     return rows.reshape(*feature.shape[:-1], -1)
 
   def embed(params, token, position):
@@ -64,26 +64,26 @@ def make_head(config: EagleConfig, target: ModelConfig, attend: Attend, bitwise:
     feature = feature.reshape(-1, feature.shape[-1])
     x = embed(params, token.reshape(-1), position).astype(feature.dtype)
     if config.version == 1:
-      x = attn_input = transformer.dense(jnp.concatenate([x, feature], -1), head["fc"], bitwise)
+      x = attn_input = transformer.dense(jnp.concatenate([x, feature], -1), head["fc"], how)
     else:
       first = head["layers"][0]
-      normed = transformer.norm(feature, first["feature_norm"], layer, bitwise)
+      normed = transformer.norm(feature, first["feature_norm"], layer, how)
       attn_input = jnp.concatenate(
-          [transformer.norm(x, first["embed_norm"], layer, bitwise), normed], -1)
+          [transformer.norm(x, first["embed_norm"], layer, how), normed], -1)
       x = normed if config.norm_before_residual else feature
     x, _, pages = transformer.blocks(
-        head["layers"], layer, x, position, mask, rows, pages, page_table, length, attend=attend,
-        is_chain=is_chain, bitwise=bitwise, attn_input=attn_input, first_visible=1)
+        head["layers"], layer, x, position, mask, rows, pages, page_table, length, how=how,
+        is_chain=is_chain, attn_input=attn_input, first_visible=1)
     return x, pages
 
   def run(params, token, feature, rows, mask, pages, page_table, length, is_chain):
     x, pages = run_layers(params, token, feature, rows, mask, pages, page_table, length, is_chain)
     head = params["head"]
-    y = x if config.version == 1 else transformer.norm(x, head["final_norm"], layer, bitwise)
+    y = x if config.version == 1 else transformer.norm(x, head["final_norm"], layer, how)
     if config.has_head:
-      logits = transformer.logits(head, layer, y, bitwise)
+      logits = transformer.logits(head, layer, y, how)
     else:
-      logits = transformer.logits(params["target"], target, y, bitwise)
+      logits = transformer.logits(params["target"], target, y, how)
     back = y if config.norm_output else x
     return logits.reshape(*token.shape, -1), back.reshape(*token.shape, -1), pages
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jspec.config import ModelConfig
 from jspec.heads.config import MedusaConfig
 from jspec.model import transformer
+from jspec.model.execution import FAST, Execution
 
 
 def head_params(head: Any, config: MedusaConfig, target_params: Any) -> Any:
@@ -21,16 +22,16 @@ def head_params(head: Any, config: MedusaConfig, target_params: Any) -> Any:
 
 
 def head_logits(params: Any, config: MedusaConfig, target: ModelConfig, hidden: jax.Array,
-                index: int, bitwise: bool = False) -> jax.Array:
+                index: int, how: Execution = FAST) -> jax.Array:
   """f32[R, Vd] of head `index`, from the target's final hidden states [R, E]."""
   head = params["head"]["heads"][index]
   hidden = hidden.astype(head["blocks"][0]["w"].dtype)
   for block in head["blocks"]:
-    hidden = hidden + jax.nn.silu(transformer.dense(hidden, block, bitwise))
+    hidden = hidden + jax.nn.silu(transformer.dense(hidden, block, how))
   if config.shares_head:
-    logits = transformer.logits(params["target"], target, hidden, bitwise)
+    logits = transformer.logits(params["target"], target, hidden, how)
   else:
-    logits = transformer.dense(hidden, head["head"], bitwise, jnp.float32)
+    logits = transformer.dense(hidden, head["head"], how, jnp.float32)
   return config.logit_scale * logits
 
 

@@ -22,8 +22,8 @@ import numpy as np
 
 from jspec.config import ModelConfig
 from jspec.model import cache
-from jspec.model.attention import Attend
-from jspec.pallas import reference, tree_bits
+from jspec.model.execution import FAST, Execution
+from jspec.pallas import tree_bits
 from jspec.pallas.reference import tree_sum
 from jspec.types import KVPages, Rows
 
@@ -43,9 +43,8 @@ def forward(
     page_table: jax.Array,  # i32[B, max_pages]
     length: jax.Array,  # i32[B]
     *,
-    attend: Attend = reference.paged_attention,
+    how: Execution = FAST,
     is_chain: bool = False,
-    bitwise: bool = False,
     feature_layers: tuple[int, ...] = (),
 ) -> tuple[jax.Array, jax.Array, KVPages]:
   """Runs the tree nodes named by `rows` on top of each slot's committed prefix.
@@ -64,9 +63,8 @@ def forward(
     position = length[rows.slot] + depth[rows.slot, rows.node]
     x = embed(params, config, token[rows.slot, rows.node], position)
   x, taps, pages = blocks(params["layers"], config, x, position, mask, rows, pages, page_table,
-                          length, attend=attend, is_chain=is_chain, bitwise=bitwise,
-                          taps=feature_layers)
-  hidden = norm(x, params["final_norm"], config, bitwise)
+                          length, how=how, is_chain=is_chain, taps=feature_layers)
+  hidden = norm(x, params["final_norm"], config, how)
   taps = {**taps, config.num_layers: hidden}
   tapped = [taps[i] for i in feature_layers]
   features = jnp.concatenate(tapped, -1) if tapped else jnp.zeros((x.shape[0], 0), x.dtype)
@@ -98,8 +96,8 @@ def _lookup(table: jax.Array, token: jax.Array, parts: int) -> jax.Array:
 
 
 def blocks(layers, config: ModelConfig, x, position, mask, rows: Rows, pages: KVPages, page_table,
-           length, *, attend: Attend = reference.paged_attention, is_chain=False, bitwise=False,
-           taps: tuple[int, ...] = (), attn_input: jax.Array | None = None, first_visible: int = 0):
+           length, *, how: Execution = FAST, is_chain=False, taps: tuple[int, ...] = (),
+           attn_input: jax.Array | None = None, first_visible: int = 0):
   """The decoder layers alone, for drafters that bring their own input x[R, E].
 
   Args:
@@ -127,19 +125,20 @@ def blocks(layers, config: ModelConfig, x, position, mask, rows: Rows, pages: KV
       v_pages, v_scale = cache.write(v_pages, v_scale, *where, v)
       for x_pages, new in zip(layer_pages, (k_pages, v_pages, k_scale, v_scale), strict=True):
         x_pages[i] = new
-      y = _unpacked(q, rows, config)
-      y = attend(y, k_pages, v_pages, page_table, length, ancestors, scale=config.scale,
-                 soft_cap=config.attn_soft_cap, window=config.window if sliding else None,
-                 first_visible=first_visible, is_chain=is_chain, k_scale=k_scale, v_scale=v_scale)
+      y = how.attend(
+          _unpacked(q, rows, config), k_pages, v_pages, page_table, length, ancestors,
+          scale=config.scale, soft_cap=config.attn_soft_cap,
+          window=config.window if sliding else None, first_visible=first_visible,
+          is_chain=is_chain, k_scale=k_scale, v_scale=v_scale)
       return y.reshape(*y.shape[:2], -1)[rows.slot, rows.node]
 
-    x = layer(params, config, x, angles[sliding], over_pages, bitwise,
+    x = layer(params, config, x, angles[sliding], over_pages, how,
               attn_input if i == 0 else None)
   return x, seen, KVPages(*(tuple(a for a in x if a is not None) for x in layer_pages))
 
 
 def layer(params: Params, config: ModelConfig, x: jax.Array, angles: tuple | None,
-          attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array], bitwise: bool = False,
+          attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array], how: Execution,
           attn_input: jax.Array | None = None) -> jax.Array:
   """One decoder layer on x[..., E].
 
@@ -150,28 +149,29 @@ def layer(params: Params, config: ModelConfig, x: jax.Array, angles: tuple | Non
       layer's attn_norm.
   """
   with jax.named_scope("attention"):
-    y = norm(x, params["attn_norm"], config, bitwise) if attn_input is None else attn_input
-    q, k, v = (dense(y, params[name], bitwise) for name in "qkv")
-    q, k = (rotate_heads(a, params.get(f"{name}_norm"), config, angles, bitwise)
+    y = norm(x, params["attn_norm"], config, how) if attn_input is None else attn_input
+    q, k, v = (dense(y, params[name], how) for name in "qkv")
+    q, k = (rotate_heads(a, params.get(f"{name}_norm"), config, angles, how)
             for a, name in ((q, "q"), (k, "k")))
-    y = dense(attend(q, k, v), params["o"], bitwise)
+    y = dense(attend(q, k, v), params["o"], how)
     if config.post_norms:
-      y = norm(y, params["attn_post_norm"], config, bitwise)
+      y = norm(y, params["attn_post_norm"], config, how)
     x = x + y
   with jax.named_scope("mlp"):
-    y = mlp(norm(x, params["mlp_norm"], config, bitwise), params, config, bitwise)
+    y = mlp(norm(x, params["mlp_norm"], config, how), params, config, how)
     if config.post_norms:
-      y = norm(y, params["mlp_post_norm"], config, bitwise)
+      y = norm(y, params["mlp_post_norm"], config, how)
     return x + y
 
 
-def logits(params: Params, config: ModelConfig, hidden: jax.Array, bitwise=False) -> jax.Array:
+def logits(params: Params, config: ModelConfig, hidden: jax.Array,
+           how: Execution = FAST) -> jax.Array:
   """hidden [..., E] -> float32 [..., V], the sums as they are, never in the model's dtype."""
   with jax.named_scope("lm_head"):
     if "head" in params:
-      out = dense(hidden, params["head"], bitwise, jnp.float32)
+      out = dense(hidden, params["head"], how, jnp.float32)
     else:
-      out = _rows_product(hidden, params["embed"], 1, bitwise, jnp.float32)
+      out = _rows_product(hidden, params["embed"], 1, how.bitwise, jnp.float32)
     if config.final_soft_cap is not None:
       out = config.final_soft_cap * jnp.tanh(out / config.final_soft_cap)
     return out
@@ -196,12 +196,12 @@ def with_vocab_size(params: Params, size: int) -> Params:
   return {**params, "embed": resized(params["embed"], 0), **head}
 
 
-def dense(x: jax.Array, p: Params, bitwise: bool, dtype: Any = None) -> jax.Array:
+def dense(x: jax.Array, p: Params, how: Execution, dtype: Any = None) -> jax.Array:
   """x [..., in] @ w [in, out] (+ b), summed in float32.
 
   dtype: of the result, x's by default; float32 for logits, in which bfloat16 would make ties.
   """
-  y = _rows_product(x, p["w"], 0, bitwise, dtype or x.dtype)
+  y = _rows_product(x, p["w"], 0, how.bitwise, dtype or x.dtype)
   return y + p["b"] if "b" in p else y
 
 
@@ -235,23 +235,23 @@ def _rows_product(x, w, contract: int, bitwise: bool, dtype: Any):
   return y[:num_rows].reshape(*outer, -1)
 
 
-def norm(x: jax.Array, p: Params, config: ModelConfig, bitwise: bool) -> jax.Array:
+def norm(x: jax.Array, p: Params, config: ModelConfig, how: Execution) -> jax.Array:
   """RMSNorm (Zhang and Sennrich 2019) or LayerNorm, in float32 over the last axis."""
   y = x.astype(jnp.float32)
-  total = tree_sum if bitwise else lambda a: a.sum(-1, keepdims=True)
+  total = tree_sum if how.bitwise else lambda a: a.sum(-1, keepdims=True)
   if config.norm == "layer":
     y = y - total(y) / y.shape[-1]
   y = y * jax.lax.rsqrt(total(y * y) / y.shape[-1] + config.norm_eps) * p["scale"]
   return (y + p["bias"] if "bias" in p else y).astype(x.dtype)
 
 
-def mlp(x: jax.Array, layer: Params, config: ModelConfig, bitwise: bool) -> jax.Array:
+def mlp(x: jax.Array, layer: Params, config: ModelConfig, how: Execution) -> jax.Array:
   act = {"silu": jax.nn.silu, "gelu": lambda a: jax.nn.gelu(a, approximate=False),
          "gelu_tanh": lambda a: jax.nn.gelu(a, approximate=True),
          "relu": jax.nn.relu}[config.activation]
-  up = dense(x, layer["up"], bitwise)
-  y = act(dense(x, layer["gate"], bitwise)) * up if config.gated_mlp else act(up)
-  return dense(y, layer["down"], bitwise)
+  up = dense(x, layer["up"], how)
+  y = act(dense(x, layer["gate"], how)) * up if config.gated_mlp else act(up)
+  return dense(y, layer["down"], how)
 
 
 def rope_angles(config: ModelConfig, position: jax.Array) -> dict[bool, tuple | None]:
@@ -286,11 +286,11 @@ def rope_frequencies(config: ModelConfig, sliding: bool) -> np.ndarray:
   return frequency.astype(np.float32)
 
 
-def rotate_heads(x, p, config: ModelConfig, angles, bitwise):
+def rotate_heads(x, p, config: ModelConfig, angles, how: Execution):
   """q or k [..., heads*h]: per-head norm, then rotation of the two halves."""
   y = x.reshape(*x.shape[:-1], -1, config.head_dim)
   if p is not None:
-    y = norm(y, p, config, bitwise)
+    y = norm(y, p, config, how)
   if angles is not None:
     cos, sin = angles
     half = config.head_dim // 2

@@ -23,7 +23,7 @@ import numpy as np
 from jspec.config import ModelConfig
 from jspec.config.speculative import SpeculativeConfig
 from jspec.heads.config import HeadConfig
-from jspec.model.attention import Attend
+from jspec.model.execution import Execution
 from jspec.types import NO_PARENT, Committed, DraftTree, Slots
 
 
@@ -81,8 +81,7 @@ class DrafterSetup:
   max_model_len: int
   page_size: int
   kv_dtype: Any  # of KV pages, see cache.stored_dtype
-  bitwise: bool
-  attend: Attend  # for models of the drafter's own
+  execution: Execution  # of the drafter's own model or head
   # model name -> a draft with the target's rows of the vocabulary, of which the first n are tokens
   load_draft: Callable[[str | None], tuple[ModelConfig, Any, int]]
   load_head: Callable[[str | None], tuple[HeadConfig, Any]]  # name -> a head that fits the target

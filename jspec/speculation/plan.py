@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.config import ModelConfig, Verification
-from jspec.model.attention import Attend
-from jspec.pallas import reference
+from jspec.model.execution import FAST, Execution
 from jspec.speculation import tree
 from jspec.types import Committed, DraftTree, SpecState, Verdict
 
@@ -57,8 +56,7 @@ class StepConfig:
   widths: tuple[tuple[int, int], ...]
   cost: CostModel = CostModel()
   max_logprobs: int = 20
-  bitwise: bool = False
-  attend: Attend = reference.paged_attention
+  execution: Execution = FAST
   verification: Verification = Verification()
   adaptive: bool = True  # else every draft is verified whole
   measured: bool = False  # whether the widths' costs are corrected by what was measured

@@ -7,6 +7,7 @@ which the drafter has nothing to say costs what plain decoding costs.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -102,6 +103,8 @@ def make_prefill(config: StepConfig, drafter: Drafter, num_tokens: int) -> Calla
   from what the last page kept. hidden [T, E] is for make_scores.
   """
   c = config.model
+  # Chunks are of fixed sizes, whoever runs beside them: their sums need no order.
+  how = dataclasses.replace(config.execution, bitwise=False)
 
   def prefill(params, state: SpecState, slot, token, count, is_last):
     slots = _slots(state, slot[None])
@@ -109,7 +112,7 @@ def make_prefill(config: StepConfig, drafter: Drafter, num_tokens: int) -> Calla
     rows = pack(jnp.arange(num_tokens)[None] < count, num_tokens)
     hidden, feature, pages = transformer.forward(
         params["target"], c, token[None, :-1], mask, rows, state.pages, slots.page_table,
-        slots.length, attend=config.attend, is_chain=True, feature_layers=drafter.feature_layers)
+        slots.length, how=how, is_chain=True, feature_layers=drafter.feature_layers)
     feature = feature.astype(jnp.float32)
     page_size = pages.k[0].shape[1]
     kept = cache.tail_before(state.tails, slots.page_table, slots.length, page_size)
@@ -141,7 +144,7 @@ def make_scores(config: StepConfig) -> Callable:
 
   def of_rows(params, rows) -> PromptScores:
     hidden, token = rows
-    logits = transformer.logits(params, c, hidden, config.bitwise)
+    logits = transformer.logits(params, c, hidden, config.execution)
     logprob, rank, top, top_logprob = sampling.logprobs(
         logits, token, config.max_logprobs, c.vocab_parts)
     return PromptScores(logprob, rank, top, top_logprob, sampling.broken(logits))
@@ -242,9 +245,9 @@ def _advance(params, proposal: DraftTree, draft: DraftTree, keep, num_rows: int,
   with jax.named_scope("forward"):
     hidden, feature, pages = transformer.forward(
         params["target"], config.model, draft.token, mask, rows, state.pages, state.page_table,
-        state.length, attend=config.attend, is_chain=drafter.is_chain, bitwise=config.bitwise,
+        state.length, how=config.execution, is_chain=drafter.is_chain,
         feature_layers=drafter.feature_layers)
-    logits = transformer.logits(params["target"], config.model, hidden, config.bitwise)
+    logits = transformer.logits(params["target"], config.model, hidden, config.execution)
   with jax.named_scope("verify"):
     verdict, broken = judge(logits, draft, mask, rows, state, drafter.sampled, config.verification)
     verdict = verdict.replace(path=verdict.path[:, :drafter.max_depth + 1])
@@ -304,7 +307,7 @@ def _update(state: SpecState, proposal: DraftTree, draft: DraftTree, verdict: Ve
 def _emit_first(params, state: SpecState, slot, count, hidden, config: StepConfig):
   """Draws the token after the prompt, as the slot's root."""
   s = state.sampling
-  logits = transformer.logits(params["target"], config.model, hidden, config.bitwise)
+  logits = transformer.logits(params["target"], config.model, hidden, config.execution)
   position = (state.length[slot] + count)[None]
   u = sampling.uniforms(state.key[slot][None], position, sampling.TARGET)
   zero = jnp.zeros(1, jnp.int32)

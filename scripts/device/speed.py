@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jspec.compile_check import models
 from jspec.model import cache, transformer
+from jspec.model.execution import Execution
 from jspec.model.params import init_params
 from jspec.model.rows import chain_mask, pack
 from jspec.pallas import tree_bits
@@ -138,7 +139,7 @@ def _lower(setup: Setup, backend: str, params, config, width: int, context: int)
   def forward(params, pages):
     hidden, _, pages = transformer.forward(
         params, config, jnp.zeros((1, width), jnp.int32), mask, rows, pages, table,
-        jnp.array([context - width]), attend=setup.attend(backend), is_chain=True)
+        jnp.array([context - width]), how=Execution(setup.attend(backend)), is_chain=True)
     return transformer.logits(params, config, hidden).argmax(-1), pages
 
   return jax.jit(forward, donate_argnums=1).lower(params, pages), params, pages

@@ -15,6 +15,7 @@ import tiny
 
 from jspec.drafters import eagle
 from jspec.heads.config import EagleConfig, MedusaConfig
+from jspec.model.execution import FAST
 from jspec.speculation import tree
 from jspec.types import NO_PARENT, Committed, Slots
 
@@ -298,7 +299,7 @@ def setup(config, version=3, **spec):
             "draft_confidence_threshold": 0.0, "method": "eagle3" if version == 3 else "eagle"}
   return types.SimpleNamespace(
       spec=types.SimpleNamespace(**(fields | spec)), target=TARGET, page_size=tiny.PAGE,
-      kv_dtype=jnp.float32, bitwise=False, attend=None,
+      kv_dtype=jnp.float32, execution=FAST,
       load_head=lambda name: (config, {"fc": name}),
       target_params={"embed": 1, "head": 2, "layers": 3})
 

@@ -17,6 +17,7 @@ from jspec.drafters.medusa import build, medusa
 from jspec.heads import calibration
 from jspec.heads.config import MedusaConfig
 from jspec.heads.medusa import head_params
+from jspec.model.execution import FAST
 from jspec.speculation import tree
 from jspec.types import NO_PARENT
 
@@ -244,7 +245,7 @@ def setup_for(config, head=None, target_params=None, **fields):
   spec = dict(model="some/head", num_speculative_tokens=0, tree_paths=None,
               draft_sample_method="greedy", draft_confidence_threshold=0.0, n_candidates=0)
   return types.SimpleNamespace(
-      spec=types.SimpleNamespace(**spec | fields), target=tiny.TARGET, bitwise=False,
+      spec=types.SimpleNamespace(**spec | fields), target=tiny.TARGET, execution=FAST,
       target_params=target_params or tiny.target_params(),
       load_head=lambda name: (config, head))
 

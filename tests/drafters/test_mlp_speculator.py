@@ -20,6 +20,7 @@ from jspec.config import draft_trees
 from jspec.drafters import draft_laws
 from jspec.drafters.mlp_speculator import build, mlp_speculator
 from jspec.heads.config import MlpSpeculatorConfig
+from jspec.model.execution import FAST, Execution
 from jspec.speculation import tree
 from jspec.types import NO_PARENT
 
@@ -131,7 +132,8 @@ def test_drafts_are_those_of_the_equations(name, paths, sampled):
 def test_bitwise_numerics_draft_the_same():
   config = CONFIGS["scaled_input"]
   params, slots = draw_head(config), slots_for()
-  drafter = mlp_speculator(config, tree.shape_of(TREE), tiny.TARGET, sampled=True, bitwise=True)
+  drafter = mlp_speculator(config, tree.shape_of(TREE), tiny.TARGET, sampled=True,
+                           how=Execution(bitwise=True))
   check_against_the_equations(run(drafter, params, slots), params, config, TREE, slots, True)
 
 
@@ -264,7 +266,7 @@ def setup_for(config, head="the head", **fields):
   spec = dict(model="some/head", num_speculative_tokens=0, tree_paths=None,
               draft_sample_method="greedy", draft_confidence_threshold=0.0, n_candidates=0)
   return types.SimpleNamespace(
-      spec=types.SimpleNamespace(**spec | fields), target=tiny.TARGET, bitwise=False,
+      spec=types.SimpleNamespace(**spec | fields), target=tiny.TARGET, execution=FAST,
       target_params=None, load_head=lambda name: (config, head))
 
 

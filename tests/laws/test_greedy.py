@@ -13,6 +13,7 @@ import tiny_llm
 
 from jspec.config import ModelConfig
 from jspec.model import attention, cache, transformer
+from jspec.model.execution import Execution
 from jspec.model.params import init_params
 from jspec.model.rows import chain_mask, pack
 from jspec.pallas import paged_attention_tpu
@@ -174,14 +175,15 @@ def test_bitwise_logits_do_not_depend_on_the_width(dtype):
   config = ModelConfig("tiny", 320, 96, 1, 6, 2, 16, 224, 64)
   params = init_params(jax.random.key(1), config, jnp.dtype(dtype))
   token = jax.random.randint(jax.random.key(2), (3, 24), 0, 320)
+  how = Execution(bitwise=True)
 
   @functools.partial(jax.jit, static_argnums=0, compiler_options=tiny_llm.AS_SHIPPED)
   def forward(n, token, pages, table, length):
     b = token.shape[0]
     hidden, _, pages = transformer.forward(
         params, config, token, chain_mask(b, n), pack(jnp.ones((b, n), bool), b * n),
-        pages, table, length, bitwise=True)
-    return transformer.logits(params, config, hidden, True).reshape(b, n, -1), pages
+        pages, table, length, how=how)
+    return transformer.logits(params, config, hidden, how).reshape(b, n, -1), pages
 
   def decode(slots, n):
     pages = cache.init_pages(config, 9, 8, jnp.dtype(dtype))

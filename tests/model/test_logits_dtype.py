@@ -15,6 +15,7 @@ import tiny_cases
 from jspec.heads import medusa as medusa_head
 from jspec.heads.config import MedusaConfig
 from jspec.model import sharding, transformer
+from jspec.model.execution import Execution
 
 R, E, V = 5, 64, 1000
 CONFIG = dataclasses.replace(tiny_cases.TARGET, vocab_size=V, width=E)
@@ -40,7 +41,7 @@ def assert_unrounded(got, exact):
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_lm_heads_sums_are_kept_as_they_are(tied, bitwise):
   params, hidden, exact = case(tied)
-  assert_unrounded(transformer.logits(params, CONFIG, hidden, bitwise), exact)
+  assert_unrounded(transformer.logits(params, CONFIG, hidden, Execution(bitwise=bitwise)), exact)
   assert_unrounded(transformer.logits(params, CONFIG, hidden[None])[0], exact)
 
 

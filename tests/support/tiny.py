@@ -17,6 +17,7 @@ from jspec.engine.slot_sampling import empty_sampling
 from jspec.model import cache
 from jspec.model.attention import Attend
 from jspec.model.control import run_if
+from jspec.model.execution import Execution
 from jspec.pallas import reference
 from jspec.speculation import step
 from jspec.speculation.drafter import Drafter
@@ -73,7 +74,8 @@ def step_config(drafter: Drafter, num_slots: int, widths=None, rows_per_pass=1e9
   """By default every draft is verified whole, at one of two widths."""
   n = drafter.num_nodes
   widths = widths or ((num_slots, 1), (num_slots * n, n))[:1 if n == 1 else 2]
-  return StepConfig(model, widths, CostModel(rows_per_pass), max_logprobs=1, attend=attend)
+  return StepConfig(model, widths, CostModel(rows_per_pass), max_logprobs=1,
+                    execution=Execution(attend))
 
 
 def compiled(function, donate: int):

@@ -27,6 +27,7 @@ from jspec.drafters.none import none
 from jspec.drafters.suffix import suffix
 from jspec.heads.config import EagleConfig, MedusaConfig, MlpSpeculatorConfig
 from jspec.model.attention import Attend
+from jspec.model.execution import Execution
 from jspec.model.params import init_params
 from jspec.pallas import reference
 from jspec.speculation import tree
@@ -99,8 +100,9 @@ def _eagle_case(config, head, shape, **options):
   """Of one shape, or EAGLE-2's where it is None."""
   def case(target: ModelConfig, attend: Attend = reference.paged_attention):
     rest = (target, PAGE, jnp.float32)
-    drafter = _eagle_dynamic(config, *rest, attend=attend, **options) if shape is None else (
-        _eagle(config, shape, *rest, attend=attend, **options))
+    how = Execution(attend)
+    drafter = _eagle_dynamic(config, *rest, how=how, **options) if shape is None else (
+        _eagle(config, shape, *rest, how=how, **options))
     shared = {k: target_params()[k] for k in ("embed", "head")}
     return drafter, {"head": head(), "target": shared}
   return case
@@ -116,7 +118,7 @@ _draft_model = functools.cache(draft_model)
 def _draft(widths, sampled, config=DRAFT, params=small_params, confidence=0.0):
   def case(target: ModelConfig, attend: Attend = reference.paged_attention):
     assert config.vocab_size == target.vocab_size
-    return _draft_model(config, widths, PAGE, jnp.float32, sampled, attend=attend,
+    return _draft_model(config, widths, PAGE, jnp.float32, sampled, Execution(attend),
                         confidence=confidence), params()
   return case
 

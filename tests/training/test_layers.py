@@ -13,6 +13,7 @@ from golden_models import FAMILIES, PAGE_SIZE, family
 
 from jspec.config import ModelConfig
 from jspec.model import cache, transformer
+from jspec.model.execution import FAST
 from jspec.model.rows import chain_mask, pack
 from jspec.training import layers
 
@@ -115,5 +116,5 @@ def test_a_tapped_state_is_the_input_of_its_layer(tmp_path):
   np.testing.assert_array_equal(features[..., :config.width], embedded)
   shallow = {**params, "layers": params["layers"][:1]}
   hidden, _ = forward(shallow, dataclasses.replace(config, num_layers=1), *args)
-  second = transformer.norm(features[..., config.width:], params["final_norm"], config, False)
+  second = transformer.norm(features[..., config.width:], params["final_norm"], config, FAST)
   np.testing.assert_allclose(second, hidden, atol=1e-5)

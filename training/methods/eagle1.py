@@ -15,6 +15,7 @@ from jspec.config import ModelConfig
 from jspec.heads.config import EagleConfig
 from jspec.heads.init import init_head
 from jspec.model import transformer
+from jspec.model.execution import FAST
 from jspec.training import terms
 from jspec.training.methods.eagle_layers import draft_layer, draft_layers, no_keys
 from jspec.training.types import Batch, Method, Params
@@ -82,7 +83,7 @@ def unroll(params: Params, target_params: Params, batch: Batch, feature: jax.Arr
     position = batch.position + 1 + j
     x = transformer.embed(target_params, target, terms.shifted(batch.token, 1 + j), position)
     x = jnp.concatenate([x.astype(feature.dtype), feature], -1)
-    x = transformer.dense(x, params["fc"], False)
+    x = transformer.dense(x, params["fc"], FAST)
     x = draft_layers(params["layers"], layer, x, x, position, batch, keys)
     out.append(x)
     feature = x

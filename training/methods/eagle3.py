@@ -16,6 +16,7 @@ from jspec.config import ModelConfig
 from jspec.heads.config import EagleConfig
 from jspec.heads.init import init_head
 from jspec.model import transformer
+from jspec.model.execution import FAST
 from jspec.training import terms
 from jspec.training.methods.eagle_layers import draft_layer, draft_layers, no_keys
 from jspec.training.types import Batch, Mean, Measured, Method, Params
@@ -69,7 +70,7 @@ def make(options: Eagle3Options, target: ModelConfig, target_id: np.ndarray | No
     head = params["head"] if options.train_head else own
     # What the target says about the token after each one, within the draft vocabulary.
     teacher = jax.lax.stop_gradient(
-        transformer.dense(hidden, _cast(own, hidden), False, jnp.float32))
+        transformer.dense(hidden, _cast(own, hidden), FAST, jnp.float32))
     if target.final_soft_cap is not None:
       teacher = target.final_soft_cap * jnp.tanh(teacher / target.final_soft_cap)
     parts: list[Mean] = []
@@ -77,7 +78,7 @@ def make(options: Eagle3Options, target: ModelConfig, target_id: np.ndarray | No
     for j, y in enumerate(run(params, target_params, batch)):
       label, counts = terms.shifted(batch.token, j + 2), terms.counted(batch, j + 2)
       known = terms.draft_token(label, target_id, target.vocab_size)[1]
-      logits = transformer.dense(y, _cast(head, y), False, jnp.float32)
+      logits = transformer.dense(y, _cast(head, y), FAST, jnp.float32)
       part = terms.mean(
           terms.soft_cross_entropy(terms.shifted(teacher, j + 1), logits), counts & known)
       parts.append(part.times(options.step_decay**j))
@@ -86,7 +87,7 @@ def make(options: Eagle3Options, target: ModelConfig, target_id: np.ndarray | No
 
   def logits(params, target_params, batch: Batch):
     head = params["head"] if options.train_head else frozen(target_params)
-    return tuple(transformer.dense(y, _cast(head, y), False, jnp.float32)
+    return tuple(transformer.dense(y, _cast(head, y), FAST, jnp.float32)
                  for y in run(params, target_params, batch))
 
   def export(params, target_params):
@@ -143,12 +144,12 @@ def unroll(params: Params, target_params: Params, batch: Batch, config: EagleCon
     position = batch.position + 1 + j
     embedded = transformer.embed(target_params, target, terms.shifted(batch.token, 1 + j), position)
     first = params["layers"][0]
-    normed = transformer.norm(feature, first["feature_norm"], layer, False)
-    embedded = transformer.norm(embedded.astype(feature.dtype), first["embed_norm"], layer, False)
+    normed = transformer.norm(feature, first["feature_norm"], layer, FAST)
+    embedded = transformer.norm(embedded.astype(feature.dtype), first["embed_norm"], layer, FAST)
     attn_input = jnp.concatenate([embedded, normed], -1)
     x = normed if config.norm_before_residual else feature
     x = draft_layers(params["layers"], layer, x, attn_input, position, batch, keys)
-    y = transformer.norm(x, params["final_norm"], layer, False)
+    y = transformer.norm(x, params["final_norm"], layer, FAST)
     out.append(y)
     feature = y if config.norm_output else x
   return out
@@ -161,9 +162,9 @@ def fuse(params: Params, feature: jax.Array | None, config: EagleConfig) -> jax.
   feature = feature.astype(params["fc"]["w"].dtype)
   if config.fc_norm:
     feature = jnp.concatenate([
-        transformer.norm(x, p, config.layer, False) for x, p in zip(
+        transformer.norm(x, p, config.layer, FAST) for x, p in zip(
             jnp.split(feature, config.num_taps, -1), params["fc_norm"], strict=True)], -1)
-  return transformer.dense(feature, params["fc"], False)
+  return transformer.dense(feature, params["fc"], FAST)
 
 
 def _cast(head: Params, y: jax.Array) -> Params:

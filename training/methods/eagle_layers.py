@@ -8,6 +8,7 @@ import jax
 
 from jspec.config import ModelConfig
 from jspec.model import transformer
+from jspec.model.execution import FAST
 from jspec.training.layers import attention
 from jspec.training.types import Batch, Params
 
@@ -45,5 +46,5 @@ def draft_layers(layers: list[Params], config: ModelConfig, x: jax.Array, attn_i
       (text_k, text_v), *later = steps
       return attention(q, text_k, text_v, batch.segment, batch.position, config, later=later)
 
-    x = transformer.layer(p, config, x, angles, attend, attn_input=None if i else attn_input)
+    x = transformer.layer(p, config, x, angles, attend, FAST, None if i else attn_input)
   return x

@@ -12,6 +12,7 @@ from jspec.config import ModelConfig
 from jspec.heads.config import MlpSpeculatorConfig
 from jspec.heads.init import init_head
 from jspec.model import transformer
+from jspec.model.execution import FAST
 from jspec.training import terms
 from jspec.training.types import Batch, Mean, Measured, Method, Params
 
@@ -85,11 +86,11 @@ def stage_logits(stages: list[Params], config: MlpSpeculatorConfig,
   state, out = state.astype(stages[0]["proj"]["w"].dtype), []
   for i, stage in enumerate(stages):
     embedded = stage["emb"][terms.shifted(batch.token, i + 1)].astype(jnp.float32)
-    x = transformer.dense(state, stage["proj"], False).astype(jnp.float32)
+    x = transformer.dense(state, stage["proj"], FAST).astype(jnp.float32)
     x = x + emb_weight / state_weight * embedded
     x = _normed(x) * stage["ln"]["scale"] + stage["ln"]["bias"]
     state = jax.nn.gelu(x, approximate=False).astype(state.dtype)
-    out.append(transformer.dense(state, stage["head"], False, jnp.float32))
+    out.append(transformer.dense(state, stage["head"], FAST, jnp.float32))
   return tuple(out)
 
 
