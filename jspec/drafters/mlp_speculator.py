@@ -6,7 +6,6 @@ The first state is the target's hidden state at length - 1, the first token the 
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import jax
@@ -15,15 +14,12 @@ import numpy as np
 
 from jspec.config import ModelConfig, draft_trees
 from jspec.drafters import draft_laws
+from jspec.heads import mlp_speculator as arithmetic
 from jspec.heads.config import MlpSpeculatorConfig
-from jspec.model import transformer
 from jspec.model.execution import FAST, Execution
-from jspec.pallas.reference import tree_sum
 from jspec.speculation import sampling, tree
 from jspec.speculation.drafter import Drafter, DrafterSetup, load_head
 from jspec.types import NO_PARENT, DraftTree
-
-EPS = 1e-6  # of its norms
 
 
 class Level(NamedTuple):
@@ -67,28 +63,9 @@ def mlp_speculator(config: MlpSpeculatorConfig, shape: tree.Shape, target: Model
   if n_candidates and sampled:
     raise ValueError(f"{n_candidates=} chooses tokens by their probability: they are no longer "
                      "drawn from q, so drafts must be greedy")
-  # Half of the variance of the target's state is left after all stages, whatever the depth here.
-  state_weight = 0.5 ** (0.5 / config.n_predict)
-  emb_weight = math.sqrt((1 - state_weight**2) * config.inner_dim / 2)
   num_nodes, levels = shape.num_nodes, levels_of(shape)
   num_kept = num_nodes if not n_candidates else sum(
       min(n_candidates, shape.depth.count(d)) if d else 1 for d in range(shape.max_depth + 1))
-
-  def normed(x):
-    x = x.astype(jnp.float32)
-    total = tree_sum(x * x) if how.bitwise else (x * x).sum(-1, keepdims=True)
-    return x * jax.lax.rsqrt(total / x.shape[-1] + EPS)
-
-  def product(x, p, dtype=None):  # [B, n, in] -> [B, n, out]
-    rows = transformer.dense(x.reshape(-1, x.shape[-1]), p, how, dtype)
-    return rows.reshape(*x.shape[:2], -1)
-
-  def advance(stage, state, token, source):
-    """States [B, m, I] of tokens i32[B, m], from the states of their parents."""
-    x = product(state, stage["proj"])[:, source].astype(jnp.float32)
-    x = x + emb_weight / state_weight * stage["emb"][token].astype(jnp.float32)
-    x = normed(x) * stage["ln"]["scale"] + stage["ln"]["bias"]
-    return jax.nn.gelu(x, approximate=False).astype(state.dtype)
 
   def children(logits, width, level, slots):
     """Tokens [B, m, width] after the nodes, and the law [B, m, width, V] that each was drawn from,
@@ -105,13 +82,12 @@ def mlp_speculator(config: MlpSpeculatorConfig, shape: tree.Shape, target: Model
     parent = jnp.broadcast_to(jnp.array(shape.parents, jnp.int32), (b, num_nodes))
     # Of every node: log-probability of its path, or the law of its token.
     carried = jnp.zeros((b, num_nodes, config.vocab_size) if sampled else (b, num_nodes))
-    hidden = slots.feature[:, None]
-    hidden = normed(hidden) / math.sqrt(2) if config.scale_input else hidden
-    hidden = hidden.astype(stages[0]["proj"]["w"].dtype)
+    states = arithmetic.first_state(stages, config, slots.feature[:, None], how)
     going = jnp.ones((b, 1), bool)
     for i, (stage, level) in enumerate(zip(stages, levels, strict=False)):
-      hidden = advance(stage, hidden, token[:, level.expanded], level.source)
-      logits = product(hidden, stage["head"], jnp.float32)
+      above = arithmetic.projected(stage, states, how)[:, level.source]
+      states = arithmetic.next_state(stage, config, above, token[:, level.expanded], how)
+      logits = arithmetic.logits(stage, states, how)
       drawn, new = children(logits, level.width, i, slots)
       new = new[:, level.row, level.rank]
       if not sampled:

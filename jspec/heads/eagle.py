@@ -1,4 +1,4 @@
-"""EAGLE's head over KV pages of its own: EAGLE-1 and -2 (Li et al. 2024), EAGLE-3 (Li et al. 2025).
+"""EAGLE's arithmetic, and its head over KV pages: EAGLE-1 and -2 (Li et al. 2024), EAGLE-3 (2025).
 
 Entry i of the pages is the pair (feature_{i-1}, token_i). It depends on the tokens up to i and
 nothing later, just as the target's KV does, so its page is complete when the target's is. Index 0
@@ -8,8 +8,9 @@ has no pair and is never attended to.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from jspec.config import ModelConfig
@@ -31,25 +32,55 @@ class Head(NamedTuple):
   observe: Callable
 
 
+def fuse(head: Any, config: EagleConfig, feature: jax.Array, how: Execution) -> jax.Array:
+  """The target's features [..., F] -> what `inputs` takes beside the first token, [..., E].
+
+  Version 1 takes the feature as it is: fc has it together with the embedding.
+  """
+  feature = feature.astype(head["fc"]["w"].dtype)
+  if config.version == 1:
+    return feature
+  if config.norm_before_fc:
+    feature = transformer.norm(feature, head["fc_norm"], config.layer, how)
+  elif config.fc_norm:
+    taps = jnp.split(feature, config.num_taps, -1)
+    feature = jnp.concatenate([transformer.norm(x, p, config.layer, how)
+                               for x, p in zip(taps, head["fc_norm"], strict=True)], -1)
+  return transformer.dense(feature, head["fc"], how)
+
+
+def inputs(head: Any, config: EagleConfig, embedded: jax.Array, feature: jax.Array,
+           how: Execution) -> tuple[jax.Array, jax.Array]:
+  """What the layers start from: x [..., E], and attn_input of the first, see transformer.layer.
+
+  Args:
+    embedded: [..., E], the tokens. feature: [..., E], fused or fed back.
+  """
+  embedded = embedded.astype(feature.dtype)
+  if config.version == 1:
+    x = transformer.dense(jnp.concatenate([embedded, feature], -1), head["fc"], how)
+    return x, x
+  first = head["layers"][0]
+  normed = transformer.norm(feature, first["feature_norm"], config.layer, how)
+  attn_input = jnp.concatenate(
+      [transformer.norm(embedded, first["embed_norm"], config.layer, how), normed], -1)
+  return normed if config.norm_before_residual else feature, attn_input
+
+
+def outputs(head: Any, config: EagleConfig, x: jax.Array,
+            how: Execution) -> tuple[jax.Array, jax.Array]:
+  """Of x [..., E] after the layers: what the lm_head takes, and what is fed back."""
+  if config.version == 1:
+    return x, x
+  y = transformer.norm(x, head["final_norm"], config.layer, how)
+  return y, y if config.norm_output else x
+
+
 def make_head(config: EagleConfig, target: ModelConfig, how: Execution) -> Head:
   layer = config.layer
   if config.draft_vocab_size and not config.has_head:
     raise ValueError("a head that drafts from rows of the target's lm_head needs a copy of them: "
                      "see drafters.eagle.with_lm_head")
-
-  def fuse(params, feature):
-    head = params["head"]
-    feature = feature.astype(head["fc"]["w"].dtype)
-    if config.version == 1:
-      return feature  # fc takes it together with the embedding
-    if config.norm_before_fc:
-      feature = transformer.norm(feature, head["fc_norm"], layer, how)
-    elif config.fc_norm:
-      taps = jnp.split(feature, config.num_taps, -1)
-      feature = jnp.concatenate([transformer.norm(x, p, layer, how)
-                                 for x, p in zip(taps, head["fc_norm"], strict=True)], -1)
-    rows = transformer.dense(feature.reshape(-1, feature.shape[-1]), head["fc"], how)
-    return rows.reshape(*feature.shape[:-1], -1)
 
   def embed(params, token, position):
     if config.has_embed:
@@ -62,15 +93,7 @@ def make_head(config: EagleConfig, target: ModelConfig, how: Execution) -> Head:
     depth = mask.sum(-1, dtype=jnp.int32) - 1
     position = length[rows.slot] + depth[rows.slot, rows.node]
     feature = feature.reshape(-1, feature.shape[-1])
-    x = embed(params, token.reshape(-1), position).astype(feature.dtype)
-    if config.version == 1:
-      x = attn_input = transformer.dense(jnp.concatenate([x, feature], -1), head["fc"], how)
-    else:
-      first = head["layers"][0]
-      normed = transformer.norm(feature, first["feature_norm"], layer, how)
-      attn_input = jnp.concatenate(
-          [transformer.norm(x, first["embed_norm"], layer, how), normed], -1)
-      x = normed if config.norm_before_residual else feature
+    x, attn_input = inputs(head, config, embed(params, token.reshape(-1), position), feature, how)
     x, _, pages = transformer.blocks(
         head["layers"], layer, x, position, mask, rows, pages, page_table, length, how=how,
         is_chain=is_chain, attn_input=attn_input, first_visible=1)
@@ -78,20 +101,18 @@ def make_head(config: EagleConfig, target: ModelConfig, how: Execution) -> Head:
 
   def run(params, token, feature, rows, mask, pages, page_table, length, is_chain):
     x, pages = run_layers(params, token, feature, rows, mask, pages, page_table, length, is_chain)
-    head = params["head"]
-    y = x if config.version == 1 else transformer.norm(x, head["final_norm"], layer, how)
+    y, back = outputs(params["head"], config, x, how)
     if config.has_head:
-      logits = transformer.logits(head, layer, y, how)
+      logits = transformer.logits(params["head"], layer, y, how)
     else:
       logits = transformer.logits(params["target"], target, y, how)
-    back = y if config.norm_output else x
     return logits.reshape(*token.shape, -1), back.reshape(*token.shape, -1), pages
 
   def observe(params, pages: KVPages, slots: Slots, committed: Committed) -> KVPages:
     b, t = committed.token.shape
     feature = jnp.concatenate([slots.feature[:, None], committed.feature[:, :-1]], 1)
     rows = rows_of_all(jnp.arange(t) < committed.count[:, None])
-    return run_layers(params, committed.token, fuse(params, feature), rows,
+    return run_layers(params, committed.token, fuse(params["head"], config, feature, how), rows,
                       chain_mask(b, t), pages, slots.page_table, slots.length, True)[1]
 
-  return Head(fuse, run, observe)
+  return Head(lambda params, feature: fuse(params["head"], config, feature, how), run, observe)

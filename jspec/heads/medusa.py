@@ -23,7 +23,7 @@ def head_params(head: Any, config: MedusaConfig, target_params: Any) -> Any:
 
 def head_logits(params: Any, config: MedusaConfig, target: ModelConfig, hidden: jax.Array,
                 index: int, how: Execution = FAST) -> jax.Array:
-  """f32[R, Vd] of head `index`, from the target's final hidden states [R, E]."""
+  """f32[..., Vd] of head `index`, from the target's final hidden states [..., E]."""
   head = params["head"]["heads"][index]
   hidden = hidden.astype(head["blocks"][0]["w"].dtype)
   for block in head["blocks"]:

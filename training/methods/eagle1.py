@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jspec.config import ModelConfig
+from jspec.heads import eagle
 from jspec.heads.config import EagleConfig
 from jspec.heads.init import init_head
 from jspec.model import transformer
@@ -82,9 +83,8 @@ def unroll(params: Params, target_params: Params, batch: Batch, feature: jax.Arr
   for j in range(num_steps):
     position = batch.position + 1 + j
     x = transformer.embed(target_params, target, terms.shifted(batch.token, 1 + j), position)
-    x = jnp.concatenate([x.astype(feature.dtype), feature], -1)
-    x = transformer.dense(x, params["fc"], FAST)
-    x = draft_layers(params["layers"], layer, x, x, position, batch, keys)
+    x, attn_input = eagle.inputs(params, config, x, feature, FAST)
+    x = draft_layers(params["layers"], layer, x, attn_input, position, batch, keys)
     out.append(x)
     feature = x
   return out

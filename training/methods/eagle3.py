@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.config import ModelConfig
+from jspec.heads import eagle
 from jspec.heads.config import EagleConfig
 from jspec.heads.init import init_head
 from jspec.model import transformer
@@ -137,34 +138,19 @@ def unroll(params: Params, target_params: Params, batch: Batch, config: EagleCon
   with what the step before gave out; it sees the text's pairs up to the row's, and the row's own of
   the steps before.
   """
-  layer, feature = config.layer, fuse(params, batch.feature, config)
+  if batch.feature is None:
+    raise ValueError("the batch has no features: run the target over it first")
+  layer, feature = config.layer, eagle.fuse(params, config, batch.feature, FAST)
   keys = no_keys(params["layers"])
   out = []
   for j in range(num_steps):
     position = batch.position + 1 + j
     embedded = transformer.embed(target_params, target, terms.shifted(batch.token, 1 + j), position)
-    first = params["layers"][0]
-    normed = transformer.norm(feature, first["feature_norm"], layer, FAST)
-    embedded = transformer.norm(embedded.astype(feature.dtype), first["embed_norm"], layer, FAST)
-    attn_input = jnp.concatenate([embedded, normed], -1)
-    x = normed if config.norm_before_residual else feature
+    x, attn_input = eagle.inputs(params, config, embedded, feature, FAST)
     x = draft_layers(params["layers"], layer, x, attn_input, position, batch, keys)
-    y = transformer.norm(x, params["final_norm"], layer, FAST)
+    y, feature = eagle.outputs(params, config, x, FAST)
     out.append(y)
-    feature = y if config.norm_output else x
   return out
-
-
-def fuse(params: Params, feature: jax.Array | None, config: EagleConfig) -> jax.Array:
-  """The taps [B, T, F] -> [B, T, E]."""
-  if feature is None:
-    raise ValueError("the batch has no features: run the target over it first")
-  feature = feature.astype(params["fc"]["w"].dtype)
-  if config.fc_norm:
-    feature = jnp.concatenate([
-        transformer.norm(x, p, config.layer, FAST) for x, p in zip(
-            jnp.split(feature, config.num_taps, -1), params["fc_norm"], strict=True)], -1)
-  return transformer.dense(feature, params["fc"], FAST)
 
 
 def _cast(head: Params, y: jax.Array) -> Params:

@@ -75,9 +75,8 @@ def init(config: MedusaConfig, target_params: Params, target_id: np.ndarray | No
 def heads_logits(params: Params, target_params: Params, config: MedusaConfig, target: ModelConfig,
                  hidden: jax.Array) -> tuple[jax.Array, ...]:
   """f32[B, T, Vd] of each head, from the target's final hidden states [B, T, E]."""
-  rows = hidden.reshape(-1, hidden.shape[-1])
   both = {"head": params, "target": target_params}
-  return tuple(medusa_head.head_logits(both, config, target, rows, i).reshape(*hidden.shape[:2], -1)
+  return tuple(medusa_head.head_logits(both, config, target, hidden, i)
                for i in range(config.num_heads))
 
 

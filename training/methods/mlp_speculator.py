@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import jax
-import jax.numpy as jnp
 
 from jspec.config import ModelConfig
+from jspec.heads import mlp_speculator as arithmetic
 from jspec.heads.config import MlpSpeculatorConfig
 from jspec.heads.init import init_head
-from jspec.model import transformer
 from jspec.model.execution import FAST
 from jspec.training import terms
 from jspec.training.types import Batch, Mean, Measured, Method, Params
-
-EPS = 1e-6  # of its norms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,25 +71,13 @@ def stages_of(params: Params, config: MlpSpeculatorConfig) -> list[Params]:
 
 def stage_logits(stages: list[Params], config: MlpSpeculatorConfig,
                  batch: Batch) -> tuple[jax.Array, ...]:
-  """f32[B, T, V] of each stage, the arithmetic of jspec/drafters/mlp_speculator.py.
+  """f32[B, T, V] of each stage.
 
   Stage i has the target's state at t and tokens t + 1 .. t + 1 + i of the text.
   """
-  state_weight = 0.5 ** (0.5 / config.n_predict)
-  emb_weight = math.sqrt((1 - state_weight**2) * config.inner_dim / 2)
-  state = terms.hidden_of(batch)
-  state = _normed(state) / math.sqrt(2) if config.scale_input else state
-  state, out = state.astype(stages[0]["proj"]["w"].dtype), []
+  state, out = arithmetic.first_state(stages, config, terms.hidden_of(batch), FAST), []
   for i, stage in enumerate(stages):
-    embedded = stage["emb"][terms.shifted(batch.token, i + 1)].astype(jnp.float32)
-    x = transformer.dense(state, stage["proj"], FAST).astype(jnp.float32)
-    x = x + emb_weight / state_weight * embedded
-    x = _normed(x) * stage["ln"]["scale"] + stage["ln"]["bias"]
-    state = jax.nn.gelu(x, approximate=False).astype(state.dtype)
-    out.append(transformer.dense(state, stage["head"], FAST, jnp.float32))
+    state = arithmetic.next_state(stage, config, arithmetic.projected(stage, state, FAST),
+                                  terms.shifted(batch.token, i + 1), FAST)
+    out.append(arithmetic.logits(stage, state, FAST))
   return tuple(out)
-
-
-def _normed(x: jax.Array) -> jax.Array:
-  x = x.astype(jnp.float32)
-  return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + EPS)
