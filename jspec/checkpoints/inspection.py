@@ -10,10 +10,9 @@ from typing import Any
 from jspec.checkpoints.head_files import HeadFiles, read_head_files
 from jspec.checkpoints.hf_config import model_config_from_hf
 from jspec.checkpoints.hub import read_model_config, resolve, resolve_head
-from jspec.checkpoints.load_head import check_fit, method_of, open_head, shared_with_target
+from jspec.checkpoints.load_head import check_fit, method_of, open_head
 from jspec.checkpoints.model_names import DEFAULT_MODELS
 from jspec.config import ModelConfig
-from jspec.heads.config import EagleConfig, MlpSpeculatorConfig
 from jspec.model.params import param_shapes
 
 
@@ -38,17 +37,17 @@ def _head(name: str, files: HeadFiles, target_name: str, target: ModelConfig) ->
     misfit = None
   except ValueError as error:
     misfit = str(error).removeprefix(f"{files.where}: ")
-  draft_vocab_size = 0 if isinstance(config, MlpSpeculatorConfig) else config.draft_vocab_size
   used = {part.name for leaf in layout.leaves.values() for part in leaf.parts}
   stored = [tensor for name, tensor in layout.tensors.items() if name in used]
   return {"name": name, "kind": "head", "method": config.method, "format": layout.format,
-          "config": _fields(config), "draft_vocab_size": draft_vocab_size or config.vocab_size,
-          "taps": list(config.taps(target.num_layers)) if isinstance(config, EagleConfig) else [],
+          "config": _fields(config),
+          "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
+          "taps": list(config.taps(target.num_layers)),
           "parameters": sum(math.prod(tensor.shape) for tensor in stored),
           "bytes": sum(math.prod(tensor.shape) * (tensor.stored or tensor.dtype).itemsize
                        for tensor in stored),
           "dtypes": sorted({(tensor.stored or tensor.dtype).name for tensor in stored}),
-          "shared_with_target": list(shared_with_target(config)),
+          "shared_with_target": list(config.shared),
           "target": target_name, "fits": misfit is None, "misfit": misfit}
 
 

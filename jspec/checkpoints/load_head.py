@@ -20,7 +20,7 @@ from jspec.checkpoints.model_names import may_be_head
 from jspec.checkpoints.tensors import Leaf, Part, check_leaves, progress_bar
 from jspec.checkpoints.weights import hf_norm_offset
 from jspec.config import DTYPES, ModelConfig
-from jspec.heads.config import EagleConfig, HeadConfig, MedusaConfig, MlpSpeculatorConfig
+from jspec.heads.config import HeadConfig
 from jspec.model.params import Params, Path, Place, on_device
 
 _ROWS_AT_ONCE = 8192
@@ -125,44 +125,20 @@ def check_fit(where: str, layout: HeadLayout, target: ModelConfig) -> None:
   """Refuses a head that was made for another target."""
   config = layout.config
   if config.target_width != target.width:
-    part, needed = _reads_features(layout, target.width)
+    path, needed = config.reads_features(target.width)
+    part = layout.leaves[path].parts[0]
     raise ValueError(f"{where}: tensor {part.name} has shape {part.shape}, for targets of width "
                      f"{config.target_width}: this target has {target.width} and needs {needed}")
   if config.vocab_size != target.vocab_size:
     raise ValueError(f"{where}: this head is for a vocabulary of {config.vocab_size} tokens, the "
                      f"target has {target.vocab_size}")
-  if isinstance(config, EagleConfig):
-    taps = config.taps(target.num_layers)
-    if not all(0 <= tap <= target.num_layers for tap in taps):
-      raise ValueError(f"{where}: this head reads hidden states {list(taps)} of the target, which "
-                       f"has 0 to {target.num_layers}")
-    needs = [what for what, own in (("embedding", config.has_embed), ("lm_head", config.has_head))
-             if not own and config.width != target.width]
-    if needs:
-      raise ValueError(f"{where}: this head is {config.width} wide and has no {needs[0]} of its "
-                       f"own: it can't share the target's, which is {target.width} wide")
-
-
-def _reads_features(layout: HeadLayout, width: int) -> tuple[Part, tuple[int, ...]]:
-  """The first tensor that the target's features meet, and its shape for a target of that width."""
-  config = layout.config
-  path: Path
-  if isinstance(config, MedusaConfig):
-    path, shape = ("heads", 0, "blocks", 0, "w"), (width, width)
-  elif isinstance(config, MlpSpeculatorConfig):
-    path, shape = ("stages", 0, "proj", "w"), (config.inner_dim, width)
-  else:
-    inputs = config.width + width if config.version == 1 else config.num_taps * width
-    path, shape = ("fc", "w"), (config.width, inputs)
-  return layout.leaves[path].parts[0], shape
-
-
-def shared_with_target(config: HeadConfig) -> tuple[str, ...]:
-  """Which of the target's own parameters the head uses."""
-  if isinstance(config, EagleConfig):
-    return (("embedding",) if not config.has_embed else ()) + (
-      ("lm_head",) if not config.has_head else ())
-  return ("lm_head",) if isinstance(config, MedusaConfig) and config.shares_head else ()
+  taps = config.taps(target.num_layers)
+  if not all(0 <= tap <= target.num_layers for tap in taps):
+    raise ValueError(f"{where}: this head reads hidden states {list(taps)} of the target, which "
+                     f"has 0 to {target.num_layers}")
+  if config.shared and config.width != target.width:
+    raise ValueError(f"{where}: this head is {config.width} wide and has no {config.shared[0]} of "
+                     f"its own: it can't share the target's, which is {target.width} wide")
 
 
 def _read(layout: HeadLayout, dtype: str, progress: bool | None, put: Place) -> Params:

@@ -1,14 +1,27 @@
 """What a drafting head is: frozen, hashable, validated when built; its parameter tree beside it.
 
-All matrices (in, out), norms always float32, as in model/transformer.py.
+All matrices (in, out), norms always float32, as in model/transformer.py. Every kind of head says of
+itself, so that nobody need ask which kind it is:
+
+  method: the name that speculative_config knows it under;
+  width, target_width, vocab_size: of its layers, of the target's features, of the target;
+  draft_vocab_size: how many tokens it can draft, 0: all of the target's;
+  shared: which of "embedding" and "lm_head" it uses of the target;
+  taps(num_layers): the target's hidden states that fill the feature, for a target of that many
+    layers; (): the final one, as it is;
+  reads_features(target_width): the leaf that meets the features first, and its shape (out, in) in
+    checkpoints for a target of that width.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from jspec.config import MAX_LAYERS, MAX_REAL, MAX_SIZE, ModelConfig
 from jspec.config.checks import check_int, check_number
+
+Path = tuple[Any, ...]  # of a leaf of a parameter tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +54,16 @@ class MedusaConfig:
   def target_width(self) -> int:
     return self.width
 
+  @property
+  def shared(self) -> tuple[str, ...]:
+    return ("lm_head",) if self.shares_head else ()
+
+  def taps(self, num_layers: int) -> tuple[int, ...]:
+    return ()
+
+  def reads_features(self, target_width: int) -> tuple[Path, tuple[int, int]]:
+    return ("heads", 0, "blocks", 0, "w"), (target_width, target_width)
+
 
 @dataclasses.dataclass(frozen=True)
 class MlpSpeculatorConfig:
@@ -69,10 +92,21 @@ class MlpSpeculatorConfig:
                        f"n_predict={self.n_predict} numbers")
 
   method = "mlp_speculator"
+  draft_vocab_size = 0
+
+  @property
+  def shared(self) -> tuple[str, ...]:
+    return ()
 
   @property
   def target_width(self) -> int:
     return self.width
+
+  def taps(self, num_layers: int) -> tuple[int, ...]:
+    return ()
+
+  def reads_features(self, target_width: int) -> tuple[Path, tuple[int, int]]:
+    return ("stages", 0, "proj", "w"), (self.inner_dim, target_width)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,11 +160,18 @@ class EagleConfig:
   def vocab_size(self) -> int:
     return self.layer.vocab_size
 
+  @property
+  def shared(self) -> tuple[str, ...]:
+    return (() if self.has_embed else ("embedding",)) + (() if self.has_head else ("lm_head",))
+
   def taps(self, num_layers: int) -> tuple[int, ...]:
-    """The target's hidden states that fill the feature, for a target of that many layers."""
     if self.version == 1:
       return (num_layers,)
     return self.feature_layers or (2, num_layers // 2, num_layers - 3)
+
+  def reads_features(self, target_width: int) -> tuple[Path, tuple[int, int]]:
+    inputs = self.width + target_width if self.version == 1 else self.num_taps * target_width
+    return ("fc", "w"), (self.width, inputs)
 
 
 HeadConfig = MedusaConfig | MlpSpeculatorConfig | EagleConfig

@@ -17,6 +17,7 @@ from jspec.config import ModelConfig
 from jspec.heads.config import EagleConfig
 from jspec.model import transformer
 from jspec.model.execution import Execution
+from jspec.model.params import init_params
 from jspec.model.rows import chain_mask, rows_of_all
 from jspec.types import Committed, KVPages, Rows, Slots
 
@@ -30,6 +31,33 @@ class Head(NamedTuple):
   run: Callable
   # (params, pages, slots, committed) -> pages
   observe: Callable
+
+
+def init(c: EagleConfig, matrix, keys, dtype) -> Any:
+  """See heads/init.py."""
+  layer = c.layer
+  whole = init_params(next(keys), layer, dtype)
+  layers = whole["layers"]
+  del layers[0]["attn_norm"]
+  norm = lambda width=layer.width: {"scale": jnp.ones(width)}
+  features = c.num_taps * c.target_width if c.version == 3 else c.target_width
+  inputs = features if c.version == 3 else layer.width + features
+  params = {"fc": matrix(inputs, layer.width), "layers": layers}
+  if c.version == 3:
+    kv = layer.num_kv_heads * layer.head_dim
+    for name, columns in (("q", layer.num_heads * layer.head_dim), ("k", kv), ("v", kv)):
+      layers[0][name] = matrix(2 * layer.width, columns, layer.qkv_bias)
+    layers[0] |= {"embed_norm": norm(), "feature_norm": norm()}
+    params["final_norm"] = norm()
+    if c.norm_before_fc:
+      params["fc_norm"] = norm(features)
+    if c.fc_norm:
+      params["fc_norm"] = [norm(c.target_width) for _ in range(c.num_taps)]
+  if c.has_head:
+    params["head"] = matrix(layer.width, c.draft_vocab_size or c.vocab_size)
+  if c.has_embed:
+    params["embed"] = whole["embed"]
+  return params
 
 
 def fuse(head: Any, config: EagleConfig, feature: jax.Array, how: Execution) -> jax.Array:

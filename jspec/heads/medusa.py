@@ -13,6 +13,18 @@ from jspec.model import transformer
 from jspec.model.execution import FAST, Execution
 
 
+def init(c: MedusaConfig, matrix, keys, dtype) -> Any:
+  """See heads/init.py."""
+  del keys, dtype  # unused: all are matrices
+
+  def head() -> Any:
+    blocks = [matrix(c.width, c.width, c.has_bias) for _ in range(c.num_layers)]
+    size = c.draft_vocab_size or c.vocab_size
+    return {"blocks": blocks} | ({} if c.shares_head else {"head": matrix(c.width, size)})
+
+  return {"heads": [head() for _ in range(c.num_heads)]}
+
+
 def head_params(head: Any, config: MedusaConfig, target_params: Any) -> Any:
   """{"head": tree of the heads, "target": what `head_logits` needs of the target's, if any}."""
   if not config.shares_head:

@@ -19,6 +19,25 @@ from jspec.pallas.reference import tree_sum
 EPS = 1e-6  # of its norms
 
 
+def init(c: MlpSpeculatorConfig, matrix, keys, dtype) -> Any:
+  """See heads/init.py."""
+  del keys, dtype  # unused: all are matrices
+  inner = c.inner_dim
+
+  def stage(rows: int) -> Any:
+    return {"emb": matrix(c.vocab_size, inner)["w"] * math.sqrt(c.vocab_size / inner),
+            "proj": matrix(rows, inner),
+            "ln": {"scale": jnp.ones(inner), "bias": jnp.zeros(inner)},
+            "head": matrix(inner, c.vocab_size)}
+
+  stages = [stage(c.width if i == 0 else inner) for i in range(c.n_predict)]
+  if c.tie_weights:
+    for i, one in enumerate(stages[1:], 1):
+      one.update({name: stages[0][name] for name in ("emb", "ln", "head")},
+                 proj=stages[min(i, 1)]["proj"])
+  return {"stages": stages}
+
+
 def first_state(stages: Any, config: MlpSpeculatorConfig, hidden: jax.Array,
                 how: Execution) -> jax.Array:
   """What stage 0 starts from, [..., E], of the target's final hidden states."""

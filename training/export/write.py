@@ -147,7 +147,7 @@ def _flat(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 def _target_id(config: HeadConfig | ModelConfig, leaves: dict[Path, Any]) -> np.ndarray | None:
   """Taken from the leaves; there if the config has a draft vocabulary, and only then."""
   target_id = leaves.pop(("target_id",), None)
-  size = config.draft_vocab_size if isinstance(config, (MedusaConfig, EagleConfig)) else 0
+  size = 0 if isinstance(config, ModelConfig) else config.draft_vocab_size
   if target_id is None and not size:
     return None
   shape = None if target_id is None else target_id.shape
