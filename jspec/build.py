@@ -51,8 +51,9 @@ def build_engine(parts: Parts, devices: Placement, fields: Mapping[str, Any]) ->
   fields = {**fields, "data_parallel_size": 1, "num_pages": fields["num_pages"] // share,
             "max_num_seqs": fields["max_num_seqs"] // share}
   model, params = parts.target.config, placed(parts.target, devices.target).params
-  drafter, draft_params = build_drafter(drafter_setup(
-      parts.spec, model, params, devices, fields["max_model_len"], fields["page_size"],
+  drafter, draft_params = build_drafter(parts.spec, drafter_setup(
+      parts.spec.num_speculative_tokens, model, params, devices, fields["max_model_len"],
+      fields["page_size"],
       lambda name: _draft(parts, name, devices.draft),
       lambda name: parts.load_head(name, devices.head, params)))
   check_rates(parts.spec.verification.rates, drafter.max_depth)
@@ -65,14 +66,14 @@ def build_engine(parts: Parts, devices: Placement, fields: Mapping[str, Any]) ->
   return Engine(model, params, drafter, draft_params, config, parts.spec, cost, devices)
 
 
-def drafter_setup(spec: SpeculativeConfig, target: ModelConfig, params: Any, devices: Placement,
+def drafter_setup(num_draft: int, target: ModelConfig, params: Any, devices: Placement,
                   max_model_len: int, page_size: int,
                   load_draft: Callable[[str | None], tuple[ModelConfig, Any, int]],
                   load_head: Callable[[str | None], tuple[HeadConfig, Any]]) -> DrafterSetup:
   """What a drafter beside this target gets to work with, whether it runs or is only compiled."""
   return DrafterSetup(
-      spec=spec, target=target, max_model_len=max_model_len, page_size=page_size,
-      kv_dtype=devices.kv_dtype, execution=devices.draft_execution,
+      num_draft=num_draft, target=target, max_model_len=max_model_len,
+      page_size=page_size, kv_dtype=devices.kv_dtype, execution=devices.draft_execution,
       load_draft=load_draft, load_head=load_head, target_params=params)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import json
 import os
@@ -137,6 +138,8 @@ def _measure(engines: list[Engine], tasks: list[str], ids: list[list[int]],
 
 def _settings(arguments: argparse.Namespace, plain: Any, speculative: Any) -> dict[str, Any]:
   config, spec = plain.engine.config, speculative.speculative
+  own = {name: value for options in spec.options
+         for name, value in dataclasses.asdict(options).items()}
   return {
     "model": plain.loaded.name, "dtype": config.dtype, "numerics": config.numerics,
     "page_size": config.page_size, "max_model_len": config.max_model_len,
@@ -148,9 +151,5 @@ def _settings(arguments: argparse.Namespace, plain: Any, speculative: Any) -> di
     "warm_prompts": arguments.warm_prompts,
     "speculation": {"method": spec.method, "model": spec.model,
                     "num_speculative_tokens": spec.num_speculative_tokens,
-                    "prompt_lookup_max": spec.prompt_lookup_max,
-                    "prompt_lookup_min": spec.prompt_lookup_min,
-                    "prompt_lookup_latest": spec.prompt_lookup_latest,
-                    "draft_sample_method": spec.draft_sample_method,
-                    "tree_widths": spec.tree_widths, "schedule": spec.schedule},
+                    "schedule": spec.schedule, **own},
   }

@@ -32,7 +32,8 @@ from jspec.checkpoints.weights import (
 )
 from jspec.config import ModelConfig
 from jspec.config.checks import read_json
-from jspec.config.speculative import HEADS, SpeculativeConfig
+from jspec.config.methods import HeadOptions
+from jspec.config.speculative import SpeculativeConfig
 from jspec.model.params import Params, Placer
 from jspec.sampling_params import SamplingParams
 from jspec.text.tokenizer import Tokenizer
@@ -93,7 +94,7 @@ def name_of_draft(spec: SpeculativeConfig,
   given = spec.model, spec.revision
   if spec.model is None or given == target:
     return None if spec.model is None else target
-  named = head_named if set(spec.parts) & set(HEADS) else model_named
+  named = head_named if isinstance(spec.options[-1], HeadOptions) else model_named
   return named(spec.model, spec.revision).name, spec.revision
 
 

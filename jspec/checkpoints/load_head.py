@@ -17,7 +17,7 @@ from jspec.checkpoints.head_files import METHODS, HeadFiles, kind_of_head, read_
 from jspec.checkpoints.head_formats import EMBED, LM_HEAD, HeadLayout, head_layout
 from jspec.checkpoints.hub import resolve_head
 from jspec.checkpoints.model_names import may_be_head
-from jspec.checkpoints.tensors import Leaf, Part, check_leaves, progress_bar
+from jspec.checkpoints.tensors import Leaf, check_leaves, progress_bar
 from jspec.checkpoints.weights import hf_norm_offset
 from jspec.config import DTYPES, ModelConfig
 from jspec.heads.config import HeadConfig

@@ -7,8 +7,9 @@ import importlib.util
 
 from jspec.compile_check import chips, models
 from jspec.config import DTYPES, KV_DTYPES, ModelConfig
-from jspec.config.speculative import DRAFTING
+from jspec.config.methods import OPTIONS
 
+DRAFTERS = tuple(name for name in OPTIONS if name != "extract_hidden_states")
 TP_SIZES = (1, 2, 4, 8)
 WHEELS = {  # platform -> (modules that must be there, what they are)
   "tpu": (("libtpu",), "libtpu"),
@@ -36,8 +37,8 @@ class Case:
     for name in ("batch", "context", "nodes", "page_size"):
       if getattr(self, name) < 1:
         raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
-    if self.drafter not in DRAFTING:
-      raise ValueError(f"drafter {self.drafter!r} is unknown; known: {', '.join(DRAFTING)}")
+    if self.drafter not in DRAFTERS:
+      raise ValueError(f"drafter {self.drafter!r} is unknown; known: {', '.join(DRAFTERS)}")
     if self.dtype not in DTYPES:
       raise ValueError(f"dtype {self.dtype!r} is not one of {DTYPES}")
     if self.tp not in TP_SIZES:

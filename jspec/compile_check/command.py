@@ -8,9 +8,8 @@ import sys
 from typing import Any
 
 from jspec.compile_check import chips, models
-from jspec.compile_check.case import TP_SIZES, Case
+from jspec.compile_check.case import DRAFTERS, TP_SIZES, Case
 from jspec.config import DTYPES, KV_DTYPES
-from jspec.config.speculative import DRAFTING
 
 ALL_LAYERS = "all"
 
@@ -23,7 +22,7 @@ def add_compile_check_flags(parser: argparse.ArgumentParser) -> None:
   parser.add_argument("--chip", default="v5e", help=f"{', '.join(chips.CHIPS)} "
                       "(default: %(default)s)")
   parser.add_argument("--drafter", default=default["drafter"],
-                      help=f"{', '.join(DRAFTING)} (default: %(default)s)")
+                      help=f"{', '.join(DRAFTERS)} (default: %(default)s)")
   parser.add_argument("--tp", type=int, default=1, help="devices that share the model: "
                       f"{', '.join(map(str, TP_SIZES))} (default: 1)")
   parser.add_argument("--batch", type=int, default=1, help="slots (default: 1)")

@@ -20,9 +20,10 @@ from jspec.compile_check import chips, hlo, models
 from jspec.compile_check.case import Case, missing_compiler
 from jspec.compile_check.chips import Chip
 from jspec.config import EngineConfig, ModelConfig
-from jspec.config.speculative import HEADS, SpeculativeConfig
+from jspec.config.methods import OPTIONS, HeadOptions
+from jspec.config.speculative import SpeculativeConfig
 from jspec.config.speculative_parse import parse_speculative
-from jspec.drafters import DRAFTERS
+from jspec.drafters import build as build_drafter
 from jspec.engine.loop import MAX_STEPS
 from jspec.engine.placement import place
 from jspec.engine.programs import initial_state
@@ -102,10 +103,11 @@ def _build(case: Case, config: ModelConfig, devices: list[Any], platform: str,
   (placement,) = place(engine, platform, devices=devices)
   held, _ = placement.target(config)
   target = _param_shapes(held, case.dtype)
+  spec = speculation(case)
   setup = drafter_setup(
-      speculation(case), held, target, placement, case.context, case.page_size,
+      spec.num_speculative_tokens, held, target, placement, case.context, case.page_size,
       lambda _: _draft_model(case), lambda _: _head(case, config.num_layers))
-  drafter, draft_params = DRAFTERS[setup.spec.method](setup)
+  drafter, draft_params = build_drafter(spec, setup)
   if drafter.feed is not None:
     draft_params = drafter.feed.params([None] * case.batch)
   engine = dataclasses.replace(engine, num_pages=case.batch * engine.pages_per_slot(case.nodes))
@@ -160,7 +162,7 @@ def speculation(case: Case) -> SpeculativeConfig:
     keys["num_speculative_tokens"] = case.nodes - 1
   if case.drafter == "draft_model":
     keys["model"] = models.DRAFT_MODEL_OF[case.model]
-  elif case.drafter in HEADS:
+  elif issubclass(OPTIONS[case.drafter], HeadOptions):
     keys["model"] = f"a head for {case.model}"
   return parse_speculative(keys)
 

@@ -6,6 +6,7 @@ import collections
 import json
 import pathlib
 import reprlib
+from collections.abc import Iterable
 from typing import Any
 
 _LFS = b"version https://git-lfs.github.com/spec/"
@@ -129,3 +130,7 @@ def inside(folder: pathlib.Path, name: Any, where: str) -> pathlib.Path:
 def shown(name: str) -> str:
   """A name from a file, for a message: of one line, without what would steer a terminal."""
   return name if name.isprintable() and len(name) <= 120 else reprlib.repr(name)
+
+
+def listed(names: Iterable[str]) -> str:
+  return ", ".join(repr(name) for name in names)

@@ -9,7 +9,12 @@ import ast
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jspec.config.checks import check_int
+
 Path = tuple[int, ...]
+# Tokens of a draft. A step lays out, for every slot, which of them sees which, and memory and time
+# go with the square of their number.
+MAX_DRAFT = 1024
 
 # As published beside the heads (FasterDecoding/Medusa).
 CHOICES: Mapping[str, tuple[Path, ...]] = {
@@ -68,3 +73,27 @@ def of_widths(widths: Sequence[int]) -> tuple[Path, ...]:
     frontier = [(*path, rank) for path in frontier for rank in range(width)]
     paths += frontier
   return tuple(paths)
+
+
+def parse_widths(value: Any) -> tuple[int, ...]:
+  """The numbers of children per node at each depth."""
+  if not _is_list(value) or not value:
+    raise ValueError("tree_widths must be a list with one number of children per depth, such as "
+                     f"[4, 2, 1], got {value!r}")
+  check_widths(value)
+  return tuple(value)
+
+
+def check_widths(widths: Sequence[int]) -> None:
+  """ValueError unless these are numbers of children per node, of a tree that is no giant."""
+  nodes, level = 0, 1
+  for width in widths:
+    level *= check_int("each of tree_widths", width, 1)
+    nodes += level
+    check_size("the number of nodes of tree_widths", nodes)
+
+
+def check_size(name: str, size: Any) -> None:
+  if isinstance(size, int) and size > MAX_DRAFT:
+    raise ValueError(f"{name} must be <= {MAX_DRAFT}, got {size}: each step has a mask of all "
+                     "drafted tokens by all drafted tokens")

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-KEYS = ("method", "model", "revision", "num_speculative_tokens", "prompt_lookup_max",
-        "prompt_lookup_min", "prompt_lookup_latest", "draft_sample_method",
-        "rejection_sample_method", "tree_widths", "medusa_choices", "speculative_token_tree",
-        "tree_top_k", "tree_total_tokens", "n_candidates", "draft_confidence_threshold",
-        "num_lookup_tokens", "suffix_decoding_max_tree_depth",
-        "suffix_decoding_max_cached_requests", "suffix_decoding_max_spec_factor",
-        "suffix_decoding_min_token_prob", "num_speculative_tokens_per_batch_size",
-        "disable_by_batch_size", "draft_tensor_parallel_size", "acceptance_method",
-        "posterior_threshold", "posterior_alpha", "synthetic_acceptance_rate",
-        "synthetic_acceptance_rates", "synthetic_acceptance_length", "hidden_state_layers",
-        "adaptive_draft_length")
+from jspec.config.methods import OPTIONS
+
+# Of all methods; each has some of its own beside them (methods/).
+SHARED = ("method", "num_speculative_tokens", "num_speculative_tokens_per_batch_size",
+          "disable_by_batch_size", "adaptive_draft_length", "num_lookup_tokens",
+          "rejection_sample_method", "acceptance_method", "posterior_threshold",
+          "posterior_alpha", "synthetic_acceptance_rate", "synthetic_acceptance_rates",
+          "synthetic_acceptance_length")
 
 # Older spellings -> today's.
 OLDER = {
@@ -81,3 +78,9 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 INSTEAD = {
   "tensor_parallel_size": "use draft_tensor_parallel_size",
 }
+
+
+def known_keys() -> tuple[str, ...]:
+  """Those that do something, for some method."""
+  own = (key for options in OPTIONS.values() for key in options.keys())
+  return tuple(dict.fromkeys((*SHARED, *own)))

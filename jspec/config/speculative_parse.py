@@ -7,50 +7,28 @@ accepted with a warning. Nothing is dropped in silence.
 from __future__ import annotations
 
 import re
+import reprlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jspec.config import draft_trees
-from jspec.config.checks import check_int, check_number
-from jspec.config.speculative import (
-  HEADS,
-  MANY,
-  METHODS,
-  NEURAL,
-  SpeculativeConfig,
-  check_widths,
-  listed,
+from jspec.config.checks import check_int, check_number, listed
+from jspec.config.methods import OPTIONS, Options
+from jspec.config.speculative import MANY, SpeculativeConfig, check_method
+from jspec.config.speculative_keys import (
+  INSTEAD,
+  NO_EFFECT,
+  OLDER,
+  SHARED,
+  UNSUPPORTED,
+  known_keys,
 )
-from jspec.config.speculative_keys import INSTEAD, KEYS, NO_EFFECT, OLDER, UNSUPPORTED
 from jspec.config.verification import Verification
-
-# The n-gram defaults differ from vLLM's 5/5: one-token matches make chat slower than plain
-# decoding, five-token matches miss most of what there is to copy.
-NGRAM_LOOKUP_MAX, NGRAM_LOOKUP_MIN = 4, 2
-NGRAM_DRAFT_TOKENS = 7
 
 _NGRAM_NAMES = ("ngram", "[ngram]")
 _OTHER_METHODS = ("custom_class", "mtp", "dflash", "dspark")  # vLLM's
 _NAME_HINTS = (("eagle3", "eagle3"), ("eagle-", "eagle"), ("dflash", "dflash"),
                ("dspark", "dspark"), ("medusa", "medusa"))  # in a model's name, as vLLM reads it
-_PASSED = {  # keys that are fields, too -> the field
-  "model": "model",
-  "revision": "revision",
-  "prompt_lookup_latest": "prompt_lookup_latest",
-  "tree_top_k": "tree_top_k",
-  "tree_total_tokens": "tree_total_tokens",
-  "n_candidates": "n_candidates",
-  "adaptive_draft_length": "adaptive_draft_length",
-  "hidden_state_layers": "hidden_state_layers",
-  "draft_confidence_threshold": "draft_confidence_threshold",
-  "num_lookup_tokens": "num_lookup_tokens",
-  "draft_tensor_parallel_size": "draft_tensor_parallel_size",
-  "suffix_decoding_max_tree_depth": "suffix_max_tree_depth",
-  "suffix_decoding_max_cached_requests": "suffix_max_cached_requests",
-  "suffix_decoding_max_spec_factor": "suffix_max_spec_factor",
-  "suffix_decoding_min_token_prob": "suffix_min_token_prob",
-}
 _RULES = {  # rejection_sample_method -> (draft_sample_method implied, verification)
   "standard": (None, "lossless"),
   "strict": ("greedy", "lossless"),
@@ -96,24 +74,16 @@ def parse_speculative(config: Mapping[str, Any] | None = None,
     if others:
       raise ValueError(f"method 'none' takes no other keys, got {listed(others)}")
     return SpeculativeConfig()
-  parts = method.split("+")
-  widths, paths = _trees(parts, keys)
-  tokens = _draft_tokens(parts, keys, widths)
-  lookup_max, lookup_min = _lookups(parts, keys)
-  sampling, verification = _verification(keys, tokens)
-  fields = {field: keys[key] for key, field in _PASSED.items() if key in keys}
-  lookup_tokens = check_int("num_lookup_tokens", fields.get("num_lookup_tokens", 0), 0)
-  layers = fields.get("hidden_state_layers", ())
-  if isinstance(layers, str) or not isinstance(layers, Sequence):
-    raise ValueError(f"hidden_state_layers must be a list of numbers, got {layers!r}")
-  fields["hidden_state_layers"] = tuple(layers)
-  if set(parts) <= {"ngram"}:
-    fields.pop("model", None)
+  check_method(method)
+  if method == "ngram":
+    keys.pop("model", None)  # "[ngram]"
+  rule = _rule(keys)
+  options = _options(method, keys)
+  tokens = _draft_tokens(method, options[-1], keys)
+  lookup_tokens = check_int("num_lookup_tokens", keys.get("num_lookup_tokens", 0), 0)
   return SpeculativeConfig(
-    method=method, num_speculative_tokens=tokens, prompt_lookup_max=lookup_max,
-    prompt_lookup_min=lookup_min, draft_sample_method=sampling, tree_widths=widths,
-    tree_paths=paths, schedule=_schedule(keys, max(tokens, lookup_tokens)),
-    verification=verification, **fields)
+    method, options, tokens, lookup_tokens, _schedule(keys, max(tokens, lookup_tokens)),
+    keys.get("adaptive_draft_length", True), _verification(keys, rule, tokens))
 
 
 def _merged(config: Mapping[str, Any] | None, older: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -123,13 +93,13 @@ def _merged(config: Mapping[str, Any] | None, older: Mapping[str, Any] | None) -
                      f"got {config!r:.60}")
   keys: dict[str, Any] = {}
   legacy_lookup = False
-  known = (*KEYS, *NO_EFFECT, *UNSUPPORTED)
+  known = (*known_keys(), *NO_EFFECT, *UNSUPPORTED)
   for source, names in ((config or {}, {key: key for key in known}), (older or {}, OLDER)):
     for given, value in source.items():
       name = str(given).replace("-", "_")
       if name not in names:
         what = "key in speculative_config" if names is not OLDER else "argument"
-        choices = KEYS if names is not OLDER else tuple(OLDER)
+        choices = known_keys() if names is not OLDER else tuple(OLDER)
         raise ValueError(f"unknown {what}: {given!r}; known are {', '.join(choices)}")
       if value is None:
         continue
@@ -159,19 +129,20 @@ def _method(keys: Mapping[str, Any], detect: Detect | None) -> str:
     raise ValueError(f"the draft model must be a name or a path, got {model!r}")
   if method is None and model is None:
     raise ValueError(f"speculation with {listed(sorted(keys))} needs a method "
-                     f"({listed(METHODS)}) or a draft model")
+                     f"({listed(OPTIONS)}) or a draft model")
   if method is None:
     method = _method_of(str(model), keys.get("revision"), detect)
   if isinstance(method, str):  # jspec's n-gram drafter is on the device anyway
     method = "+".join("ngram" if part in ("ngram_gpu", "[ngram]") else part
                       for part in method.split("+"))
   parts = str(method).split("+")
-  if not isinstance(method, str) or any(part not in METHODS for part in parts):
+  if not isinstance(method, str) or any(part not in OPTIONS for part in parts):
     other = method in _OTHER_METHODS or str(method).endswith("_mtp")
     what = "is one that jspec doesn't have" if other else "is unknown"
-    raise ValueError(f"speculative method {method!r} {what}: methods are {listed(METHODS)}, or "
+    raise ValueError(f"speculative method {method!r} {what}: methods are {listed(OPTIONS)}, or "
                      "two of them joined, as in 'ngram+eagle3'")
-  takes_model = method == "none" or set(parts) & set(NEURAL)  # none refuses every key by itself
+  # none refuses every key by itself
+  takes_model = method == "none" or any("model" in OPTIONS[part].keys() for part in parts)
   if not takes_model and model is not None and not (
       method == "ngram" and model in _NGRAM_NAMES):
     raise ValueError(f"method {method!r} uses no model, got model={model!r}: leave it out")
@@ -186,59 +157,39 @@ def _method_of(model: str, revision: str | None, detect: Detect | None) -> str:
     return detect(model, revision) or "draft_model"
   base = re.split(r"[/\\]", model.rstrip("/\\"))[-1].lower()
   method = next((hinted for hint, hinted in _NAME_HINTS if hint in base), "draft_model")
-  if method not in METHODS:
+  if method not in OPTIONS:
     raise ValueError(f"the name of {model!r} suggests method {method!r}, which jspec doesn't "
-                     f"have: methods are {listed(METHODS)}; name one if this is a guess gone "
+                     f"have: methods are {listed(OPTIONS)}; name one if this is a guess gone "
                      "wrong")
   return method
 
 
-def _trees(parts: Sequence[str], keys: Mapping[str, Any]):
-  """(tree_widths of a draft model, tree_paths of a head); None where there is no such tree."""
-  names = ("tree_widths", "medusa_choices", "speculative_token_tree")
-  given = [key for key in names if key in keys]
-  if not given:
-    return None, None
-  if len(given) > 1:
-    raise ValueError(f"{listed(given)} all describe the draft tree: give one of them")
-  value = keys[given[0]]
-  if given[0] != "tree_widths":
-    paths = draft_trees.parse(value)
-    if not set(parts) & set(HEADS):
-      raise ValueError(f"{given[0]} belongs to method {listed(HEADS)}, got {'+'.join(parts)!r}")
-    return None, paths
-  if isinstance(value, str) or not isinstance(value, Sequence) or not value:
-    raise ValueError("tree_widths must be a list with one number of children per depth, such as "
-                     f"[4, 2, 1], got {value!r}")
-  check_widths(value)
-  if not set(parts) & set(HEADS):
-    return tuple(value), None
-  return None, draft_trees.of_widths(value)
+def _options(method: str, keys: Mapping[str, Any]) -> tuple[Options, ...]:
+  """Of each part; a key goes to every part that has it, and is refused where none does."""
+  kinds = [OPTIONS[part] for part in method.split("+")]
+  for key, value in keys.items():
+    if key == "num_lookup_tokens" and len(kinds) == 1:
+      raise ValueError(f"{key}={reprlib.repr(value)} belongs to a joined method, such as "
+                       f"'ngram+eagle3', got method {method!r}")
+    if key not in SHARED and all(key not in kind.keys() for kind in kinds):
+      owners = listed(name for name, kind in OPTIONS.items() if key in kind.keys())
+      raise ValueError(f"{key}={reprlib.repr(value)} belongs to method {owners}, "
+                       f"got method {method!r}")
+  return tuple(kind.of_keys({key: keys[key] for key in kind.keys() if key in keys})
+               for kind in kinds)
 
 
-def _draft_tokens(parts: Sequence[str], keys: Mapping[str, Any], widths) -> int:
+def _draft_tokens(method: str, options: Options, keys: Mapping[str, Any]) -> int:
   tokens = keys.get("num_speculative_tokens")
   if tokens is not None:
     return check_int("num_speculative_tokens", tokens, 1)
-  if widths is not None:
-    return len(widths)
-  if "draft_model" in parts:
-    raise ValueError(f"method {'+'.join(parts)!r} needs num_speculative_tokens (1 or more)")
-  return NGRAM_DRAFT_TOKENS if list(parts) == ["ngram"] else 0
+  if options.default_tokens is None:
+    raise ValueError(f"method {method!r} needs num_speculative_tokens (1 or more)")
+  return options.default_tokens
 
 
-def _lookups(parts: Sequence[str], keys: Mapping[str, Any]) -> tuple[int, int]:
-  """Longest and shortest n-gram: one that is left out mirrors the other, as in vLLM."""
-  longest, shortest = keys.get("prompt_lookup_max"), keys.get("prompt_lookup_min")
-  if longest is None and shortest is None:
-    return (NGRAM_LOOKUP_MAX, NGRAM_LOOKUP_MIN) if "ngram" in parts else (0, 0)
-  longest = shortest if longest is None else longest
-  shortest = longest if shortest is None else shortest
-  return check_int("prompt_lookup_max", longest, 1), check_int("prompt_lookup_min", shortest, 1)
-
-
-def _verification(keys: Mapping[str, Any], tokens: int) -> tuple[str, Verification]:
-  """(draft_sample_method, how drafts are verified)."""
+def _rule(keys: dict[str, Any]) -> str:
+  """One of _RULES; puts the draft_sample_method that it implies among the keys."""
   rule = keys.get("rejection_sample_method", "standard")
   if not isinstance(rule, str) or rule not in _RULES:
     raise ValueError(f"rejection_sample_method={rule!r} is not supported: "
@@ -252,16 +203,23 @@ def _verification(keys: Mapping[str, Any], tokens: int) -> tuple[str, Verificati
       raise ValueError("acceptance_method and rejection_sample_method are both given: use the "
                        "latter")
     rule = _ACCEPTANCE_METHODS[acceptance]
-  implied, name = _RULES[rule]
-  sampling = keys.get("draft_sample_method", implied or "greedy")
+  implied = _RULES[rule][0]
+  sampling = keys.get("draft_sample_method", implied)
   if implied not in (None, sampling):
     raise ValueError(f"rejection_sample_method={rule!r} and draft_sample_method={sampling!r} "
                      "contradict each other: give the latter alone")
+  if implied == "probabilistic":  # greedy drafts are what every method has
+    keys["draft_sample_method"] = implied
+  return rule
+
+
+def _verification(keys: Mapping[str, Any], rule: str, tokens: int) -> Verification:
+  name = _RULES[rule][1]
   typical = {key: keys[key] for key in ("posterior_threshold", "posterior_alpha") if key in keys}
   if typical and name != "lossy_typical":
     raise ValueError(f"{listed(typical)} belong to rejection_sample_method 'lossy_typical', "
                      f"got {rule!r}")
-  return sampling, Verification(name, rates=_rates(keys, tokens, name, rule), **typical)
+  return Verification(name, rates=_rates(keys, tokens, name, rule), **typical)
 
 
 def _rates(keys: Mapping[str, Any], tokens: int, name: str, rule: str) -> tuple[float, ...]:

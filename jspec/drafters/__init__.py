@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
+from jspec.config.speculative import SpeculativeConfig
 from jspec.drafters import (
   combined,
   draft_model,
@@ -18,8 +20,8 @@ from jspec.drafters import (
 )
 from jspec.speculation.drafter import Drafter, DrafterSetup
 
-# name -> build(DrafterSetup) -> (Drafter, its parameters)
-DRAFTERS = {
+# name -> build(its options, DrafterSetup) -> (Drafter, its parameters)
+DRAFTERS: dict[str, Callable[[Any, DrafterSetup], tuple[Drafter, Any]]] = {
     "none": none.build,
     "ngram": ngram.build,
     "suffix": suffix.build,
@@ -32,17 +34,15 @@ DRAFTERS = {
 }
 
 
-def build(setup: DrafterSetup) -> tuple[Drafter, Any]:
-  """The drafter of setup.spec.method, two of them for a joined one such as "ngram+eagle3"."""
-  if len(setup.spec.parts) == 1:
-    return DRAFTERS[setup.spec.method](setup)
-  lookup, neural = setup.spec.parts
-  second, second_params = DRAFTERS[neural](setup)
-  tokens = setup.spec.num_lookup_tokens or setup.spec.num_speculative_tokens or second.max_depth
-  spec = dataclasses.replace(setup.spec, num_speculative_tokens=tokens, tree_paths=None,
-                             tree_widths=None, num_lookup_tokens=0)
-  first, first_params = DRAFTERS[lookup](dataclasses.replace(setup, spec=spec))
-  return combined.combine(first, first_params, second, second_params)
+def build(spec: SpeculativeConfig, setup: DrafterSetup) -> tuple[Drafter, Any]:
+  """The drafter of spec.method, two of them for a joined one such as "ngram+eagle3"."""
+  drafter, params = DRAFTERS[spec.parts[-1]](spec.options[-1], setup)
+  if len(spec.parts) == 1:
+    return drafter, params
+  tokens = spec.num_lookup_tokens or spec.num_speculative_tokens or drafter.max_depth
+  lookup, lookup_params = DRAFTERS[spec.parts[0]](
+      spec.options[0], dataclasses.replace(setup, num_draft=tokens))
+  return combined.combine(lookup, lookup_params, drafter, params)
 
 
 __all__ = ["DRAFTERS", "Drafter", "DrafterSetup", "build"]

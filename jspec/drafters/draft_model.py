@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.config import ModelConfig
+from jspec.config.methods.draft_model import DraftModelOptions
 from jspec.drafters.draft_laws import confident, draft_law, draft_uniforms
 from jspec.model import cache, transformer
 from jspec.model.control import run_if
@@ -187,11 +188,10 @@ def draft_model(config: ModelConfig, widths: tuple[int, ...], page_size: int, dt
   return Drafter(init, propose, observe, num_nodes, len(widths), (), sampled)
 
 
-def build(setup: DrafterSetup):
-  spec = setup.spec
-  config, params, num_tokens = setup.load_draft(spec.model)
-  widths = spec.tree_widths or (1,) * spec.num_speculative_tokens
+def build(options: DraftModelOptions, setup: DrafterSetup):
+  config, params, num_tokens = setup.load_draft(options.model)
+  widths = options.tree_widths or (1,) * setup.num_draft
   drafter = draft_model(config, widths, setup.page_size, setup.kv_dtype,
-                        spec.draft_sample_method == "probabilistic", setup.execution,
-                        spec.draft_confidence_threshold, num_tokens)
+                        options.is_sampled, setup.execution,
+                        options.draft_confidence_threshold, num_tokens)
   return drafter, params

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.config import ModelConfig, draft_trees
+from jspec.config.methods.eagle import EagleOptions
 from jspec.drafters import draft_laws
 from jspec.heads.config import EagleConfig
 from jspec.heads.eagle import make_head
@@ -209,32 +210,27 @@ def with_lm_head(config: EagleConfig, head, target_params):
   return dataclasses.replace(config, has_head=True), head | {"head": {"w": w}}
 
 
-def build_eagle(setup: DrafterSetup):
+def build_eagle(options: EagleOptions, setup: DrafterSetup):
   """EAGLE-1 and -2."""
-  return _build(setup, "eagle")
+  return _build(options, setup, "eagle")
 
 
-def build_eagle3(setup: DrafterSetup):
-  return _build(setup, "eagle3")
+def build_eagle3(options: EagleOptions, setup: DrafterSetup):
+  return _build(options, setup, "eagle3")
 
 
-def _build(setup: DrafterSetup, method: str):
-  spec = setup.spec
-  config, head = with_lm_head(*load_head(setup, method), setup.target_params)
-  sampled = spec.draft_sample_method == "probabilistic"
-  num_tokens = spec.num_speculative_tokens
-  if spec.tree_top_k and spec.tree_total_tokens:
-    if sampled:
-      raise ValueError("draft_sample_method 'probabilistic' does not go with tree_top_k: choosing "
-                       "among sampled tokens by their probability would bias them")
+def _build(options: EagleOptions, setup: DrafterSetup, method: str):
+  config, head = with_lm_head(*load_head(options, setup, method), setup.target_params)
+  if options.tree_top_k:
     drafter = eagle_dynamic(
-        config, setup.target, setup.page_size, setup.kv_dtype, top_k=spec.tree_top_k,
-        depth=num_tokens or DYNAMIC_DEPTH, total_tokens=spec.tree_total_tokens,
+        config, setup.target, setup.page_size, setup.kv_dtype, top_k=options.tree_top_k,
+        depth=setup.num_draft or DYNAMIC_DEPTH, total_tokens=options.tree_total_tokens,
         how=setup.execution)
   else:
-    num_tokens = num_tokens or CHAIN_TOKENS
-    shape = tree.shape_of(spec.tree_paths or draft_trees.of_widths((1,) * num_tokens))
-    drafter = eagle(config, shape, setup.target, setup.page_size, setup.kv_dtype, sampled=sampled,
-                    confidence=spec.draft_confidence_threshold, how=setup.execution)
+    shape = tree.shape_of(options.tree_paths or draft_trees.of_widths(
+        (1,) * (setup.num_draft or CHAIN_TOKENS)))
+    drafter = eagle(config, shape, setup.target, setup.page_size, setup.kv_dtype,
+                    sampled=options.is_sampled, confidence=options.draft_confidence_threshold,
+                    how=setup.execution)
   shared = {name: x for name, x in setup.target_params.items() if name != "layers"}
   return drafter, {"head": head, "target": shared}

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jspec.config.methods.hidden_states import HiddenStatesOptions
 from jspec.drafters import text_pages
 from jspec.speculation.drafter import Drafter, DrafterSetup, root_only
 from jspec.types import Committed, Slots
@@ -47,8 +48,8 @@ def hidden_states(layers: tuple[int, ...], width: int, page_size: int) -> Drafte
                  num_nodes=1, max_depth=0, feature_layers=layers, collect=collect)
 
 
-def build(setup: DrafterSetup):
-  layers, deepest = setup.spec.hidden_state_layers, setup.target.num_layers
+def build(options: HiddenStatesOptions, setup: DrafterSetup):
+  layers, deepest = options.hidden_state_layers, setup.target.num_layers
   if max(layers) > deepest:
     raise ValueError(f"hidden_state_layers={list(layers)} must lie in 0..{deepest}, the target's "
                      "number of layers")

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.config import ModelConfig, draft_trees
+from jspec.config.methods.medusa import MedusaOptions
 from jspec.drafters import draft_laws
 from jspec.heads.config import MedusaConfig
 from jspec.heads.medusa import head_logits, head_params, target_ids
@@ -66,20 +67,19 @@ def medusa(config: MedusaConfig, shape: tree.Shape, target: ModelConfig, *, samp
                  (target.num_layers,), sampled)
 
 
-def build(setup: DrafterSetup):
-  spec = setup.spec
-  config, head = load_head(setup, "medusa")
-  shape = tree.shape_of(spec.tree_paths or draft_trees.of_widths(
-      (1,) * (spec.num_speculative_tokens or config.num_heads)))
+def build(options: MedusaOptions, setup: DrafterSetup):
+  config, head = load_head(options, setup, "medusa")
+  shape = tree.shape_of(options.tree_paths or draft_trees.of_widths(
+      (1,) * (setup.num_draft or config.num_heads)))
   if shape.max_depth > config.num_heads:
-    what = "the draft tree's depth " if spec.tree_paths else "num_speculative_tokens="
+    what = "the draft tree's depth " if options.tree_paths else "num_speculative_tokens="
     raise ValueError(f"{what}{shape.max_depth} exceeds the {config.num_heads} heads of "
-                     f"{spec.model}")
+                     f"{options.model}")
   vocab_size = config.draft_vocab_size or config.vocab_size
   if max(shape.rank) >= vocab_size:
     raise ValueError(f"the draft tree asks for the token of rank {max(shape.rank)}, but the heads "
-                     f"of {spec.model} know {vocab_size}")
+                     f"of {options.model} know {vocab_size}")
   drafter = medusa(config, shape, setup.target,
-                   sampled=spec.draft_sample_method == "probabilistic",
-                   confidence=spec.draft_confidence_threshold, how=setup.execution)
+                   sampled=options.is_sampled,
+                   confidence=options.draft_confidence_threshold, how=setup.execution)
   return drafter, head_params(head, config, setup.target_params)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.config import ModelConfig, draft_trees
+from jspec.config.methods.mlp_speculator import MlpSpeculatorOptions
 from jspec.drafters import draft_laws
 from jspec.heads import mlp_speculator as arithmetic
 from jspec.heads.config import MlpSpeculatorConfig
@@ -130,23 +131,22 @@ def likeliest_paths(shape: tree.Shape, token: jax.Array, log_prob: jax.Array, nu
   return DraftTree(packed(token, 0), packed(parents, NO_PARENT), None)
 
 
-def build(setup: DrafterSetup):
-  spec = setup.spec
-  config, head = load_head(setup, "mlp_speculator")
-  num_draft = spec.num_speculative_tokens or config.n_predict
-  widths = config.top_k_tokens_per_head if spec.n_candidates else (1,) * num_draft
-  shape = tree.shape_of(spec.tree_paths or draft_trees.of_widths(widths[:num_draft]))
+def build(options: MlpSpeculatorOptions, setup: DrafterSetup):
+  config, head = load_head(options, setup, "mlp_speculator")
+  num_draft = setup.num_draft or config.n_predict
+  widths = config.top_k_tokens_per_head if options.n_candidates else (1,) * num_draft
+  shape = tree.shape_of(options.tree_paths or draft_trees.of_widths(widths[:num_draft]))
   if max(num_draft, shape.max_depth) > config.n_predict:
-    what = "the draft tree's depth " if spec.tree_paths else "num_speculative_tokens="
+    what = "the draft tree's depth " if options.tree_paths else "num_speculative_tokens="
     raise ValueError(f"{what}{max(num_draft, shape.max_depth)} exceeds the {config.n_predict} "
-                     f"tokens that {spec.model} predicts")
+                     f"tokens that {options.model} predicts")
   if not shape.max_depth:
-    raise ValueError(f"n_candidates={spec.n_candidates} needs tree_widths: {spec.model} has no "
-                     "top_k_tokens_per_head")
+    raise ValueError(f"n_candidates={options.n_candidates} needs tree_widths: {options.model} "
+                     "has no top_k_tokens_per_head")
   if max(shape.rank) >= config.vocab_size:
     raise ValueError(f"the draft tree asks for the token of rank {max(shape.rank)}, but "
-                     f"{spec.model} knows {config.vocab_size}")
-  drafter = mlp_speculator(config, shape, setup.target, n_candidates=spec.n_candidates,
-                           sampled=spec.draft_sample_method == "probabilistic",
-                           confidence=spec.draft_confidence_threshold, how=setup.execution)
+                     f"{options.model} knows {config.vocab_size}")
+  drafter = mlp_speculator(config, shape, setup.target, n_candidates=options.n_candidates,
+                           sampled=options.is_sampled,
+                           confidence=options.draft_confidence_threshold, how=setup.execution)
   return drafter, {"head": head}

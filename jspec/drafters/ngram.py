@@ -10,6 +10,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jspec.config.methods.ngram import NgramOptions
 from jspec.drafters.text_pages import append_text, init_text, text_of
 from jspec.speculation.drafter import Drafter, DrafterSetup
 from jspec.types import NO_PARENT, PAD_TOKEN, DraftTree
@@ -49,8 +50,7 @@ def ngram(num_draft: int, max_n: int, min_n: int, max_len: int, page_size: int,
                  num_draft + 1, num_draft)
 
 
-def build(setup: DrafterSetup):
-  spec = setup.spec
-  drafter = ngram(spec.num_speculative_tokens, spec.prompt_lookup_max, spec.prompt_lookup_min,
-                  setup.max_model_len + 1, setup.page_size, spec.prompt_lookup_latest)
+def build(options: NgramOptions, setup: DrafterSetup):
+  drafter = ngram(setup.num_draft, options.prompt_lookup_max, options.prompt_lookup_min,
+                  setup.max_model_len + 1, setup.page_size, options.prompt_lookup_latest)
   return drafter, ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jspec.config.methods import Options
 from jspec.speculation.drafter import Drafter, DrafterSetup, root_only
 
 
@@ -13,6 +14,6 @@ def none() -> Drafter:
       num_nodes=1, max_depth=0)
 
 
-def build(setup: DrafterSetup):
-  del setup  # unused
+def build(options: Options, setup: DrafterSetup):
+  del options, setup  # unused
   return none(), ()

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jspec.config.methods.suffix import SuffixOptions
 from jspec.drafters.suffix_store import SuffixStore
 from jspec.drafters.text_pages import append_text, init_text, text_of
 from jspec.speculation.drafter import Drafter, DrafterSetup, Feed
@@ -182,17 +183,17 @@ def feed(store: SuffixStore) -> Feed:
   return Feed(params, store.max_match, lambda prompt, output: store.add(output), store.clear)
 
 
-def build(setup: DrafterSetup):
-  """num_speculative_tokens 0: as many as may match, up to NUM_DRAFT."""
-  spec = setup.spec
-  max_match = spec.suffix_max_tree_depth
+def build(options: SuffixOptions, setup: DrafterSetup):
+  """num_draft 0: as many as may match, up to NUM_DRAFT."""
+  max_match = options.suffix_decoding_max_tree_depth
   store = None
-  if spec.suffix_max_cached_requests:
-    store = SuffixStore(spec.suffix_max_cached_requests, max_match, NUM_WINDOWS,
+  if options.suffix_decoding_max_cached_requests:
+    store = SuffixStore(options.suffix_decoding_max_cached_requests, max_match, NUM_WINDOWS,
                         max(WINDOW_LEN, 2 * max_match))
-  drafter = suffix(spec.num_speculative_tokens or min(max_match, NUM_DRAFT), max_match,
-                   spec.suffix_max_spec_factor, spec.suffix_min_token_prob,
-                   setup.max_model_len + 1, setup.page_size, spec.tree_total_tokens or None, store)
+  drafter = suffix(setup.num_draft or min(max_match, NUM_DRAFT), max_match,
+                   options.suffix_decoding_max_spec_factor, options.suffix_decoding_min_token_prob,
+                   setup.max_model_len + 1, setup.page_size, options.tree_total_tokens or None,
+                   store)
   if drafter.feed is None:
     return drafter, {"windows": np.zeros((1, 0, 0), np.int32)}
   return drafter, drafter.feed.params([None])

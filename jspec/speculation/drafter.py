@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.config import ModelConfig
-from jspec.config.speculative import SpeculativeConfig
+from jspec.config.methods import ModelOptions
 from jspec.heads.config import HeadConfig
 from jspec.model.execution import Execution
 from jspec.types import NO_PARENT, Committed, DraftTree, Slots
@@ -74,9 +74,9 @@ class Drafter(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DrafterSetup:
-  """What a builder in DRAFTERS gets to work with."""
+  """What a builder in DRAFTERS gets to work with, beside the options of its method."""
 
-  spec: SpeculativeConfig
+  num_draft: int  # draft tokens per step, the depth of trees; 0: as many as suit the drafter
   target: ModelConfig
   max_model_len: int
   page_size: int
@@ -88,11 +88,11 @@ class DrafterSetup:
   target_params: Any  # model/transformer.py's tree: heads may share its embedding and lm_head
 
 
-def load_head(setup: DrafterSetup, method: str) -> tuple[Any, Any]:
+def load_head(options: ModelOptions, setup: DrafterSetup, method: str) -> tuple[Any, Any]:
   """Configuration and parameters of the head that was asked for; ValueError if it is another's."""
-  config, params = setup.load_head(setup.spec.model)
+  config, params = setup.load_head(options.model)
   if config.method != method:
-    raise ValueError(f"{setup.spec.model} is a head for method {config.method!r}, not {method!r}")
+    raise ValueError(f"{options.model} is a head for method {config.method!r}, not {method!r}")
   return config, params
 
 

@@ -21,7 +21,7 @@ from jspec.checkpoints.tensors import StoredTensor
 from jspec.config import EngineConfig, ModelConfig, RopeScaling
 from jspec.config.checks import check_int, check_number
 from jspec.config.speculative import SpeculativeConfig
-from jspec.config.speculative_keys import KEYS
+from jspec.config.speculative_keys import known_keys
 from jspec.config.speculative_parse import parse_speculative
 from jspec.heads.config import HeadConfig
 from jspec.text.tokenizer_files import gguf_tokenizer, load_tokenizer
@@ -79,7 +79,8 @@ def test_any_speculative_config_is_one_or_a_sentence(data):
       {"method": "ngram+eagle3", "model": "m"}, {"method": "medusa", "model": "m"},
       {"method": "ngram", "num_speculative_tokens": 3, "rejection_sample_method": "synthetic"},
       {"method": "eagle", "model": "m", "tree_top_k": 2, "tree_total_tokens": 6}]))
-  changes = data.draw(st.dictionaries(st.sampled_from(sorted(KEYS)), JSON, min_size=1, max_size=3))
+  changes = data.draw(st.dictionaries(
+      st.sampled_from(sorted(known_keys())), JSON, min_size=1, max_size=3))
   found = outcome(parse_speculative, {**base, **changes})
   assert found is None or isinstance(found, SpeculativeConfig)
 

@@ -21,6 +21,7 @@ from jspec import SamplingParams
 from jspec.checkpoints import hub, load_head
 from jspec.cli import endings, main, terminal
 from jspec.cli import flags as cli_flags
+from jspec.config.methods.ngram import NgramOptions
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "goldens" / "smollm2.json"
 
@@ -173,20 +174,22 @@ def test_accepted_drafts_are_green_and_characters_stay_whole(fake, capsys, monke
 
 @pytest.mark.parametrize("argv, method, tokens, lookups", [
   ([], "ngram", 7, (4, 2)),
-  (["--no-speculation"], "none", 0, (0, 0)),
+  (["--no-speculation"], "none", 0, None),
   (["--num-speculative-tokens", "3"], "ngram", 3, (4, 2)),
   (["--ngram-prompt-lookup-max", "3"], "ngram", 7, (3, 1)),
   (["--speculative-model", "[ngram]"], "ngram", 7, (4, 2)),
-  (["--speculative-model", "m", "--num-speculative-tokens", "3"], "draft_model", 3, (0, 0)),
+  (["--speculative-model", "m", "--num-speculative-tokens", "3"], "draft_model", 3, None),
   (["--speculative-config", '{"prompt-lookup-max": 5}'], "ngram", 7, (5, 5)),
   (["--speculative-config", '{"model": "m", "num_speculative_tokens": 2}'], "draft_model", 2,
-   (0, 0)),
+   None),
 ])
 def test_speculation_flags_reach_the_engine(fake, capsys, argv, method, tokens, lookups):
   assert main.main(["generate", "hi", *argv]) == 0
   spec = fake.made[0].speculative
   assert (spec.method, spec.num_speculative_tokens) == (method, tokens)
-  assert (spec.prompt_lookup_max, spec.prompt_lookup_min) == lookups
+  options = spec.options[0]
+  assert isinstance(options, NgramOptions) == (lookups is not None)
+  assert not lookups or (options.prompt_lookup_max, options.prompt_lookup_min) == lookups
 
 
 def test_every_sampling_flag_reaches_the_parameters():

@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import warnings
 
 import pytest
 
 from jspec.config import Verification, draft_trees, speculative_keys
+from jspec.config.methods import OPTIONS
+from jspec.config.methods.eagle import EagleOptions
+from jspec.config.methods.ngram import NgramOptions
+from jspec.config.methods.suffix import SuffixOptions
 from jspec.config.speculative import SpeculativeConfig
 from jspec.config.speculative_parse import parse_speculative
 
 NONE = SpeculativeConfig()
-NGRAM = SpeculativeConfig("ngram", None, 7, 4, 2)
+NGRAM = SpeculativeConfig("ngram", (NgramOptions(4, 2),), 7)
+SHARED = {field.name for field in dataclasses.fields(SpeculativeConfig)}
 
 
 def draft(**fields):
-  return SpeculativeConfig(**{"method": "draft_model", "model": "m", "num_speculative_tokens": 3,
-                              **fields})
+  return head("draft_model", **{"num_speculative_tokens": 3, **fields})
 
 
 def head(method="eagle3", **fields):
-  return SpeculativeConfig(**{"method": method, "model": "m", **fields})
+  """fields: of the configuration, or of the options of the method's last part."""
+  shared = {name: value for name, value in fields.items() if name in SHARED}
+  own = {name: value for name, value in fields.items() if name not in SHARED}
+  *lookup, last = method.split("+")
+  options = *(OPTIONS[name]() for name in lookup), OPTIONS[last](**{"model": "m", **own})
+  return SpeculativeConfig(method, options, **shared)
 
 
-def ngram(longest, shortest, tokens=7, **fields):
-  return SpeculativeConfig("ngram", None, tokens, longest, shortest, **fields)
+def ngram(longest, shortest, tokens=7, latest=False, **fields):
+  return SpeculativeConfig("ngram", (NgramOptions(longest, shortest, latest),), tokens, **fields)
 
 
 @pytest.mark.parametrize("config, older, expected", [
@@ -42,7 +53,7 @@ def ngram(longest, shortest, tokens=7, **fields):
   ({"method": "ngram", "prompt_lookup_min": 2}, None, ngram(2, 2)),
   ({"method": "ngram", "prompt_lookup_max": 5, "prompt_lookup_min": 1}, None, ngram(5, 1)),
   ({"method": "ngram", "prompt_lookup_latest": True}, None,
-   ngram(4, 2, prompt_lookup_latest=True)),
+   ngram(4, 2, latest=True)),
   ({"model": "m", "num_speculative_tokens": 3}, None, draft()),
   ({"model": "m", "method": "draft_model", "num_speculative_tokens": 3,
     "draft_sample_method": "probabilistic"}, None, draft(draft_sample_method="probabilistic")),
@@ -73,14 +84,20 @@ def ngram(longest, shortest, tokens=7, **fields):
   ({"method": "eagle3", "model": "m", "draft_confidence_threshold": 0.4}, None,
    head(draft_confidence_threshold=0.4)),
   # copies
-  ({"method": "suffix"}, None, SpeculativeConfig("suffix")),
+  ({"method": "suffix"}, None, SpeculativeConfig("suffix", (SuffixOptions(),))),
   ({"method": "suffix", "suffix_decoding_max_tree_depth": 32, "tree_total_tokens": 16,
     "suffix_decoding_max_cached_requests": 0, "suffix_decoding_max_spec_factor": 2.0,
     "suffix_decoding_min_token_prob": 0.2}, None,
-   SpeculativeConfig("suffix", suffix_max_tree_depth=32, suffix_max_cached_requests=0,
-                     suffix_max_spec_factor=2.0, suffix_min_token_prob=0.2, tree_total_tokens=16)),
+   SpeculativeConfig("suffix", (SuffixOptions(32, 0, 2.0, 0.2, tree_total_tokens=16),))),
   ({"method": "ngram+eagle3", "model": "m", "num_lookup_tokens": 7}, None,
-   head("ngram+eagle3", prompt_lookup_max=4, prompt_lookup_min=2, num_lookup_tokens=7)),
+   head("ngram+eagle3", num_lookup_tokens=7)),
+  ({"method": "ngram+eagle3", "model": "m", "prompt_lookup_max": 3, "tree_top_k": 4,
+    "tree_total_tokens": 9}, None,
+   SpeculativeConfig("ngram+eagle3", (NgramOptions(3, 3), EagleOptions(
+     "m", tree_top_k=4, tree_total_tokens=9)))),
+  ({"method": "suffix+eagle", "model": "m", "tree_top_k": 4, "tree_total_tokens": 9}, None,
+   SpeculativeConfig("suffix+eagle", (SuffixOptions(tree_total_tokens=9), EagleOptions(
+     "m", tree_top_k=4, tree_total_tokens=9)))),
   ({"method": "suffix+draft_model", "model": "m", "num_speculative_tokens": 3}, None,
    head("suffix+draft_model", num_speculative_tokens=3)),
   # rules of acceptance
@@ -102,7 +119,7 @@ def ngram(longest, shortest, tokens=7, **fields):
    {"synthetic_acceptance_rate": 0.75},
    ngram(4, 2, 2, verification=Verification("lossy_synthetic", rates=(1.0, 0.5)))),
   # values of unsupported keys that ask for nothing
-  ({"method": "ngram", "quantization": None, "draft_tensor_parallel_size": 1,
+  ({"method": "ngram", "quantization": None, "draft_tensor_parallel_size": None,
     "parallel_drafting": False, "acceptance_method": "rejection_sampler"}, None, NGRAM),
   # older flags
   (None, {"speculative_model": "[ngram]", "num_speculative_tokens": 5,
@@ -160,7 +177,8 @@ def test_accepted_configurations(config, older, expected):
     "num_speculative_tokens": 3}, None, "2 deep, but num_speculative_tokens=3"),
   ({"method": "medusa", "model": "m", "medusa_choices": [[0]], "tree_widths": [2]}, None,
    "give one of them"),
-  ({"method": "ngram", "medusa_choices": [[0]]}, None, "medusa_choices belongs to"),
+  ({"method": "ngram", "medusa_choices": [[0]]}, None,
+   "medusa_choices=.* belongs to method 'medusa'"),
   ({"method": "eagle", "model": "m", "tree_widths": [2], "draft_confidence_threshold": 0.5}, None,
    "exclude each other"),
   ({"method": "eagle", "model": "m", "draft_confidence_threshold": 1.5}, None, "got 1.5"),
@@ -265,6 +283,43 @@ def test_schedule_carries_the_previous_count_over_gaps_and_the_tail():
   assert NGRAM.draft_tokens_at(5) == 7
   off = parse_speculative({"method": "ngram"}, {"speculative_disable_by_batch_size": 4})
   assert [off.draft_tokens_at(size) for size in (1, 3, 4, 50)] == [7, 7, 0, 0]
+
+
+@pytest.mark.parametrize("method", [*OPTIONS, "ngram+medusa"])
+def test_a_key_of_another_method_is_refused_even_at_its_default(method):
+  """Its default asks for nothing, but whoever writes it expects something of it."""
+  parts = method.split("+")
+  base = {"model": "m"} if "model" in OPTIONS[parts[-1]].keys() else {}
+  if method == "extract_hidden_states":
+    base["hidden_state_layers"] = [1]
+  elif method != "none":
+    base["num_speculative_tokens"] = 2
+  own = {key for part in parts for key in OPTIONS[part].keys()}
+  others = {key: options for options in OPTIONS.values() for key in options.keys()
+            if key not in own and key != "model"}
+  assert method == "none" or len(others) > 5
+  for key, options in others.items():
+    default = {field.name: field.default for field in dataclasses.fields(options)}.get(key, [2])
+    asked = {"method": method, **base, key: default if default is not None else [2]}
+    owners = ", ".join(repr(name) for name in OPTIONS if key in OPTIONS[name].keys())
+    words = f"no other keys, got '{key}'" if method == "none" else (
+      f"{key}=.* belongs to method {owners}, got method {re.escape(repr(method))}$")
+    with pytest.raises(ValueError, match=words):
+      parse_speculative(asked)
+    assert parse_speculative({**asked, key: None}) == parse_speculative({"method": method, **base})
+
+
+@pytest.mark.parametrize("method", [name for name in OPTIONS if name != "none"])
+def test_num_lookup_tokens_is_refused_for_a_method_alone_even_at_its_default(method):
+  with pytest.raises(ValueError, match="num_lookup_tokens=0 belongs to a joined method"):
+    parse_speculative({"method": method, "num_lookup_tokens": 0, **(
+      {"model": "m"} if "model" in OPTIONS[method].keys() else {})})
+
+
+def test_options_are_those_of_the_methods_parts():
+  for options in ((), (NgramOptions(), NgramOptions()), (SuffixOptions(),)):
+    with pytest.raises(ValueError, match="method 'ngram' has options of NgramOptions, got"):
+      SpeculativeConfig("ngram", options, 7)
 
 
 def test_configurations_are_hashable():

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tiny
 
+from jspec.config.methods.eagle import EagleOptions
 from jspec.drafters import eagle
 from jspec.heads.config import EagleConfig, MedusaConfig
 from jspec.model.execution import FAST
@@ -293,45 +294,39 @@ def test_half_precision_stays_near(name="v3_vocab"):
 # ------------------------------------------------------------------ building
 
 
-def setup(config, version=3, **spec):
-  fields = {"model": "head", "num_speculative_tokens": 0, "tree_paths": None, "tree_top_k": 0,
-            "tree_total_tokens": 0, "draft_sample_method": "greedy",
-            "draft_confidence_threshold": 0.0, "method": "eagle3" if version == 3 else "eagle"}
-  return types.SimpleNamespace(
-      spec=types.SimpleNamespace(**(fields | spec)), target=TARGET, page_size=tiny.PAGE,
+def setup(config, num_draft=0, **options):
+  return EagleOptions("head", **options), types.SimpleNamespace(
+      num_draft=num_draft, target=TARGET, page_size=tiny.PAGE,
       kv_dtype=jnp.float32, execution=FAST,
       load_head=lambda name: (config, {"fc": name}),
       target_params={"embed": 1, "head": 2, "layers": 3})
 
 
 def test_building():
-  drafter, params = eagle.build_eagle3(setup(EAGLE3))
+  drafter, params = eagle.build_eagle3(*setup(EAGLE3))
   assert drafter.is_chain and drafter.max_depth == 3 and not drafter.sampled
   assert drafter.feature_layers == (2, 4, 5)
   assert params == {"head": {"fc": "head"}, "target": {"embed": 1, "head": 2}}
-  drafter, _ = eagle.build_eagle(setup(EAGLE1, 1, num_speculative_tokens=5,
+  drafter, _ = eagle.build_eagle(*setup(EAGLE1, 5,
                                        draft_sample_method="probabilistic"))
   assert drafter.is_chain and drafter.max_depth == 5 and drafter.sampled
   assert drafter.feature_layers == (8,)
-  drafter, _ = eagle.build_eagle(setup(EAGLE1, 1, tree_paths=PATHS["tree"]))
+  drafter, _ = eagle.build_eagle(*setup(EAGLE1, tree_paths=PATHS["tree"]))
   assert drafter.num_nodes == 10 and drafter.max_depth == 3
-  drafter, _ = eagle.build_eagle3(setup(EAGLE3, tree_top_k=10, tree_total_tokens=60))
+  drafter, _ = eagle.build_eagle3(*setup(EAGLE3, tree_top_k=10, tree_total_tokens=60))
   assert (drafter.num_nodes, drafter.max_depth, drafter.num_scratch) == (60, 5, 41)
 
 
 def test_what_cannot_be_built_is_refused():
   refuse = lambda match: pytest.raises(ValueError, match=match)
   with refuse("head for method 'eagle', not 'eagle3'"):
-    eagle.build_eagle3(setup(EAGLE1))
+    eagle.build_eagle3(*setup(EAGLE1))
   with refuse("head for method 'medusa'"):
-    eagle.build_eagle(setup(MedusaConfig(32, V, 2), 1))
-  with refuse("'probabilistic' does not go with tree_top_k"):
-    eagle.build_eagle3(setup(EAGLE3, tree_top_k=3, tree_total_tokens=9,
-                             draft_sample_method="probabilistic"))
+    eagle.build_eagle(*setup(MedusaConfig(32, V, 2)))
   with refuse("for chains, not for trees"):
     make("v3", "tree", confidence=0.2)
   with refuse("rank 12 needs more than 12"):
-    eagle.build_eagle3(setup(EAGLE3, tree_paths=((0,), (12,))))
+    eagle.build_eagle3(*setup(EAGLE3, tree_paths=((0,), (12,))))
   for top_k, depth, total in ((1, 3, 5), (13, 2, 9), (3, 0, 4)):
     with refuse("top_k"):
       eagle.eagle_dynamic(EAGLE3, TARGET, 4, jnp.float32, top_k=top_k, depth=depth,

@@ -12,6 +12,7 @@ import pytest
 import tiny
 from head_oracle import B, E, oracle_draws, run, slots_for
 
+from jspec.config.methods.medusa import MedusaOptions
 from jspec.drafters import draft_laws
 from jspec.drafters.medusa import build, medusa
 from jspec.heads import calibration
@@ -241,45 +242,43 @@ def test_a_step_accepts_what_calibration_counts(monkeypatch):
 # ------------------------------------------------------------------ build
 
 
-def setup_for(config, head=None, target_params=None, **fields):
-  spec = dict(model="some/head", num_speculative_tokens=0, tree_paths=None,
-              draft_sample_method="greedy", draft_confidence_threshold=0.0, n_candidates=0)
-  return types.SimpleNamespace(
-      spec=types.SimpleNamespace(**spec | fields), target=tiny.TARGET, execution=FAST,
+def setup_for(config, head=None, target_params=None, num_draft=0, **fields):
+  return MedusaOptions("some/head", **fields), types.SimpleNamespace(
+      num_draft=num_draft, target=tiny.TARGET, execution=FAST,
       target_params=target_params or tiny.target_params(),
       load_head=lambda name: (config, head))
 
 
 def test_the_builder_follows_the_configuration():
   plain = CONFIGS["plain"]
-  drafter, params = build(setup_for(plain, "the head"))
+  drafter, params = build(*setup_for(plain, "the head"))
   assert (drafter.num_nodes, drafter.max_depth, drafter.sampled) == (4, 3, False)
   assert drafter.feature_layers == (tiny.TARGET.num_layers,) and params == {"head": "the head"}
-  assert build(setup_for(plain, num_speculative_tokens=2))[0].num_nodes == 3
-  sampled, _ = build(setup_for(plain, tree_paths=TREE, draft_sample_method="probabilistic"))
+  assert build(*setup_for(plain, num_draft=2))[0].num_nodes == 3
+  sampled, _ = build(*setup_for(plain, tree_paths=TREE, draft_sample_method="probabilistic"))
   assert (sampled.num_nodes, sampled.max_depth, sampled.sampled) == (10, 3, True)
   head = draw_head(plain)
-  drafter, params = build(setup_for(plain, head, draft_confidence_threshold=0.4))
+  drafter, params = build(*setup_for(plain, head, draft_confidence_threshold=0.4))
   draft = run(drafter, params, slots_for(3))
   check_against_the_equations(draft, params, plain, CHAIN, slots_for(3), False, 0.4)
 
 
 def test_heads_that_share_the_lm_head_get_that_and_no_more():
   config, target = CONFIGS["shared_head"], tiny.target_params()
-  assert set(build(setup_for(config))[1]["target"]) == {"head"}
+  assert set(build(*setup_for(config))[1]["target"]) == {"head"}
   tied = {k: v for k, v in target.items() if k != "head"}
-  assert set(build(setup_for(config, target_params=tied))[1]["target"]) == {"embed"}
+  assert set(build(*setup_for(config, target_params=tied))[1]["target"]) == {"embed"}
 
 
 def test_what_the_heads_cannot_do_is_refused():
   plain = CONFIGS["plain"]
   with pytest.raises(ValueError, match="^num_speculative_tokens=7 exceeds the 3 heads of some/"):
-    build(setup_for(plain, num_speculative_tokens=7))
+    build(*setup_for(plain, num_draft=7))
   with pytest.raises(ValueError, match="^the draft tree's depth 4 exceeds the 3 heads"):
-    build(setup_for(plain, tree_paths=(*CHAIN, (0, 0, 0, 0))))
+    build(*setup_for(plain, tree_paths=(*CHAIN, (0, 0, 0, 0))))
   with pytest.raises(ValueError, match="rank 7, but the heads of some/head know 7"):
-    build(setup_for(CONFIGS["draft_vocabulary"], tree_paths=((0,), (7,))))
+    build(*setup_for(CONFIGS["draft_vocabulary"], tree_paths=((0,), (7,))))
   with pytest.raises(ValueError, match="may stop a chain"):
-    build(setup_for(plain, tree_paths=TREE, draft_confidence_threshold=0.5))
+    medusa(plain, tree.shape_of(TREE), tiny.TARGET, confidence=0.5)
   with pytest.raises(ValueError, match="is a head for method 'other', not 'medusa'"):
-    build(setup_for(types.SimpleNamespace(method="other")))
+    build(*setup_for(types.SimpleNamespace(method="other")))

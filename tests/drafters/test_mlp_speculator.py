@@ -17,6 +17,7 @@ import tiny
 from head_oracle import B, E, oracle_draws, run
 
 from jspec.config import draft_trees
+from jspec.config.methods.mlp_speculator import MlpSpeculatorOptions
 from jspec.drafters import draft_laws
 from jspec.drafters.mlp_speculator import build, mlp_speculator
 from jspec.heads.config import MlpSpeculatorConfig
@@ -262,47 +263,45 @@ def test_nodes_are_reserved_for_paths_that_share_nothing():
 # ------------------------------------------------------------------ build
 
 
-def setup_for(config, head="the head", **fields):
-  spec = dict(model="some/head", num_speculative_tokens=0, tree_paths=None,
-              draft_sample_method="greedy", draft_confidence_threshold=0.0, n_candidates=0)
-  return types.SimpleNamespace(
-      spec=types.SimpleNamespace(**spec | fields), target=tiny.TARGET, execution=FAST,
+def setup_for(config, head="the head", num_draft=0, **fields):
+  return MlpSpeculatorOptions("some/head", **fields), types.SimpleNamespace(
+      num_draft=num_draft, target=tiny.TARGET, execution=FAST,
       target_params=None, load_head=lambda name: (config, head))
 
 
 def test_the_builder_follows_the_configuration():
   plain = CONFIGS["plain"]
-  drafter, params = build(setup_for(plain))
+  drafter, params = build(*setup_for(plain))
   assert (drafter.num_nodes, drafter.max_depth, drafter.sampled) == (4, 3, False)
   assert drafter.feature_layers == (tiny.TARGET.num_layers,) and params == {"head": "the head"}
-  assert build(setup_for(plain, num_speculative_tokens=2))[0].num_nodes == 3
-  sampled, _ = build(setup_for(plain, tree_paths=TREE, draft_sample_method="probabilistic"))
+  assert build(*setup_for(plain, num_draft=2))[0].num_nodes == 3
+  sampled, _ = build(*setup_for(plain, tree_paths=TREE, draft_sample_method="probabilistic"))
   assert (sampled.num_nodes, sampled.max_depth, sampled.sampled) == (10, 3, True)
   widths = dataclasses.replace(plain, top_k_tokens_per_head=(4, 3, 2))
-  assert build(setup_for(widths, n_candidates=5))[0].num_nodes == 15
-  assert build(setup_for(widths, n_candidates=5, num_speculative_tokens=2))[0].num_nodes == 10
-  assert build(setup_for(widths, n_candidates=5, tree_paths=draft_trees.of_widths((2, 2))
+  assert build(*setup_for(widths, n_candidates=5))[0].num_nodes == 15
+  assert build(*setup_for(widths, n_candidates=5, num_draft=2))[0].num_nodes == 10
+  assert build(*setup_for(widths, n_candidates=5, tree_paths=draft_trees.of_widths((2, 2))
                          ))[0].num_nodes == 7
   params, slots = draw_head(plain), slots_for()
-  drafter, _ = build(setup_for(plain, params["head"], draft_confidence_threshold=0.4))
+  drafter, _ = build(*setup_for(plain, params["head"], draft_confidence_threshold=0.4))
   check_against_the_equations(run(drafter, params, slots), params, plain, CHAIN, slots, False, 0.4)
 
 
 def test_what_the_head_cannot_do_is_refused():
   plain = CONFIGS["plain"]
   widths = dataclasses.replace(plain, top_k_tokens_per_head=(4, 3, 2))
-  for fields in (dict(num_speculative_tokens=4), dict(num_speculative_tokens=4, n_candidates=2)):
+  for fields in (dict(num_draft=4), dict(num_draft=4, n_candidates=2)):
     with pytest.raises(ValueError, match="^num_speculative_tokens=4 exceeds the 3 tokens that "):
-      build(setup_for(widths, **fields))
+      build(*setup_for(widths, **fields))
   with pytest.raises(ValueError, match="^the draft tree's depth 4 exceeds the 3 tokens that "):
-    build(setup_for(widths, tree_paths=(*CHAIN, (0, 0, 0, 0))))
+    build(*setup_for(widths, tree_paths=(*CHAIN, (0, 0, 0, 0))))
   with pytest.raises(ValueError, match="n_candidates=5 needs tree_widths: some/head has no top_k"):
-    build(setup_for(plain, n_candidates=5))
+    build(*setup_for(plain, n_candidates=5))
   with pytest.raises(ValueError, match="chooses tokens by their probability"):
-    build(setup_for(widths, n_candidates=5, draft_sample_method="probabilistic"))
+    mlp_speculator(plain, tree.shape_of(TREE), tiny.TARGET, n_candidates=5, sampled=True)
   with pytest.raises(ValueError, match="rank 12, but some/head knows 12"):
-    build(setup_for(plain, tree_paths=((0,), (12,))))
+    build(*setup_for(plain, tree_paths=((0,), (12,))))
   with pytest.raises(ValueError, match="may stop a chain"):
-    build(setup_for(plain, tree_paths=TREE, draft_confidence_threshold=0.5))
+    mlp_speculator(plain, tree.shape_of(TREE), tiny.TARGET, confidence=0.5)
   with pytest.raises(ValueError, match="is a head for method 'other', not 'mlp_speculator'"):
-    build(setup_for(types.SimpleNamespace(method="other")))
+    build(*setup_for(types.SimpleNamespace(method="other")))

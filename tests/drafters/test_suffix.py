@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tiny
 
+from jspec.config.methods.suffix import SuffixOptions
 from jspec.drafters import suffix as module
 from jspec.drafters import suffix_store
 from jspec.drafters.suffix import build, feed, suffix
@@ -319,10 +320,9 @@ def test_idle_slots_get_empty_windows():
 
 @pytest.mark.parametrize("cached", [0, 50])
 def test_built_drafters_run_without_being_fed(cached):
-  spec = SimpleNamespace(
-      num_speculative_tokens=0, suffix_max_tree_depth=24, suffix_max_cached_requests=cached,
-      suffix_max_spec_factor=1.0, suffix_min_token_prob=0.1, tree_total_tokens=0)
-  drafter, params = build(SimpleNamespace(spec=spec, max_model_len=MAX_LEN, page_size=tiny.PAGE))
+  drafter, params = build(
+      SuffixOptions(suffix_decoding_max_cached_requests=cached),
+      SimpleNamespace(num_draft=0, max_model_len=MAX_LEN, page_size=tiny.PAGE))
   assert drafter.max_depth == 16 and drafter.is_chain and (drafter.feed is None) == (not cached)
   case = [([1, 2, 3, 4, 5, 1, 2, 3], [])]
   assert proposals(drafter, case, params["windows"]) == [[(4,), (4, 5), (4, 5, 1)]]
