@@ -86,8 +86,9 @@ def mlp_speculator(config: MlpSpeculatorConfig, shape: tree.Shape, target: Model
     states = arithmetic.first_state(stages, config, slots.feature[:, None], how)
     going = jnp.ones((b, 1), bool)
     for i, (stage, level) in enumerate(zip(stages, levels, strict=False)):
+      expanded = token[:, level.expanded]
       above = arithmetic.projected(stage, states, how)[:, level.source]
-      states = arithmetic.next_state(stage, config, above, token[:, level.expanded], how)
+      states = arithmetic.next_state(stage, config, above, expanded, how)
       logits = arithmetic.logits(stage, states, how)
       drawn, new = children(logits, level.width, i, slots)
       new = new[:, level.row, level.rank]
