@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import queue
 import threading
 import uuid
@@ -71,8 +72,28 @@ class AsyncLLM:
                          RequestOutput, None]:
     """Snapshots of the request as tokens come, the last one finished.
 
-    A reader that falls behind misses snapshots, never tokens: each holds all so far. Leaving the
-    iterator, or cancelling the task, frees the request's slot and pages.
+    A reader that falls behind misses snapshots, never tokens: each holds all so far. The arguments
+    and errors are those of `deltas`.
+    """
+    so_far: list[RequestOutput] = []
+    deltas = self.deltas(prompt, sampling_params, request_id, priority=priority,
+                         cache_salt=cache_salt, admit=admit, queued=queued)
+    async with contextlib.aclosing(deltas):
+      async for delta in deltas:
+        so_far = [RequestOutput.joined([*so_far, delta])]
+        yield so_far[0]
+
+  async def deltas(self, prompt: Prompt, sampling_params: SamplingParams | None = None,
+                   request_id: str | None = None, *,
+                   priority: int = 0, cache_salt: str | None = None,
+                   admit: Callable[[Group], None] | None = None,
+                   queued: Callable[[], None] | None = None) -> AsyncGenerator[
+                       RequestOutput, None]:
+    """What the request's outputs gain as tokens come; the last delta is finished.
+
+    They are as large as what is new, and a reader that falls behind finds several in one. See
+    RequestOutput.joined. Leaving the iterator, or cancelling the task, frees the request's slot and
+    pages.
 
     Args:
       prompt: text, token ids or a dict, see LLM.generate.
@@ -101,9 +122,9 @@ class AsyncLLM:
     stream = self._add(group, queued)
     try:
       while True:
-        output = await stream.next()
-        yield output
-        if output.finished:
+        delta = await stream.next()
+        yield delta
+        if delta.finished:
           return
     finally:
       self._streams.pop(group.request_id, None)
@@ -222,9 +243,9 @@ class AsyncLLM:
       return
     if group.error is not None:
       return self._fail(group, streams, RequestFailed(group.error))
-    output = group.output()
-    streams[group.request_id].put(output)
-    if output.finished:
+    delta = group.output(delta=True)
+    streams[group.request_id].put(delta)
+    if delta.finished:
       del self._groups[group.request_id], streams[group.request_id]
     return None
 
@@ -255,7 +276,7 @@ class _Command(NamedTuple):
 
 
 class _Stream:
-  """The latest snapshot of a request, on its way from the engine's thread to a task."""
+  """A request's deltas, on their way from the engine's thread to a task."""
 
   def __init__(self, loop: asyncio.AbstractEventLoop, size: int,
                queued: Callable[[], None] | None):
@@ -263,13 +284,12 @@ class _Stream:
     self.size = size  # outputs
     self.ended = False  # on the engine's side
     self._ready = asyncio.Event()
-    # One snapshot: an older one that nobody has read is replaced.
-    self._latest: collections.deque[RequestOutput | Exception] = collections.deque(maxlen=1)
+    self._unread: collections.deque[RequestOutput | Exception] = collections.deque()
     self.done = False
 
   def put(self, item: RequestOutput | Exception) -> None:
     """From the engine's thread."""
-    self._latest.append(item)
+    self._unread.append(item)
     self.ended = isinstance(item, Exception) or item.finished
     self._call(self._ready.set)
 
@@ -285,12 +305,16 @@ class _Stream:
       pass
 
   async def next(self) -> RequestOutput:
-    while not self._latest:  # a snapshot may be taken before its signal comes
+    """All that is unread as one delta; an error goes before it."""
+    while not self._unread:  # a delta may be taken before its signal comes
       await self._ready.wait()
       self._ready.clear()
-    item = self._latest.popleft()
-    if isinstance(item, Exception):
-      self.done = True
-      raise item
-    self.done = item.finished
-    return item
+    deltas = []
+    while self._unread:
+      item = self._unread.popleft()
+      if isinstance(item, Exception):
+        self.done = True
+        raise item
+      deltas.append(item)
+    self.done = deltas[-1].finished
+    return RequestOutput.joined(deltas)

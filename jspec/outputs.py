@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -66,7 +68,11 @@ class Logprob:
 
 @dataclasses.dataclass(frozen=True)
 class CompletionOutput:
-  """One of a request's n outputs. Ids, log-probabilities and text end at the same token."""
+  """One of a request's n outputs. Ids, log-probabilities and text end at the same token.
+
+  Of a delta it has the text, ids and log-probabilities that are new, and its end with the last of
+  them; statistics are those so far.
+  """
 
   index: int
   text: str
@@ -118,7 +124,10 @@ class Timing:
 
 @dataclasses.dataclass(frozen=True)
 class RequestOutput:
-  """A request's outputs so far. The properties are those of its first output."""
+  """A request's outputs so far, or a delta: what they have gained since the one before.
+
+  The properties are those of its first output.
+  """
 
   request_id: str
   prompt: str | None
@@ -129,6 +138,18 @@ class RequestOutput:
   num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
   # Per prompt token: it first, then the likeliest; None for the first one, before which is nothing.
   prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None
+
+  @classmethod
+  def joined(cls, deltas: Sequence[RequestOutput]) -> RequestOutput:
+    """Deltas in their order as one; of all of a request's, its whole output."""
+    last = deltas[-1]
+    return dataclasses.replace(last, outputs=tuple(
+        _joined([delta.outputs[i] for delta in deltas]) for i in range(len(last.outputs))))
+
+  @property
+  def news(self) -> list[CompletionOutput]:
+    """Of a delta, the outputs that have gained something."""
+    return [o for o in self.outputs if o.text or o.token_ids or o.finish_reason is not None]
 
   @property
   def metrics(self) -> Timing:
@@ -154,6 +175,17 @@ class RequestOutput:
   def speculation(self) -> SpeculativeStats:
     """Over all outputs of the request."""
     return sum((out.speculation for out in self.outputs[1:]), self.outputs[0].speculation)
+
+
+def _joined(parts: Sequence[CompletionOutput]) -> CompletionOutput:
+  end = next((part for part in parts if part.finish_reason is not None), parts[-1])
+  chain = lambda rows: tuple(itertools.chain.from_iterable(rows))
+  return dataclasses.replace(
+      parts[-1], text="".join(part.text for part in parts),
+      token_ids=chain(part.token_ids for part in parts),
+      finish_reason=end.finish_reason, stop_reason=end.stop_reason,
+      logprobs=None if end.logprobs is None else chain(part.logprobs or () for part in parts),
+      drafted=chain(part.drafted for part in parts), hidden_states=end.hidden_states)
 
 
 def raise_failure(output: RequestOutput) -> None:

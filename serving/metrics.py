@@ -98,10 +98,10 @@ class Metrics:
 
   @contextlib.contextmanager
   def request(self, params: SamplingParams) -> Iterator[Callable[[RequestOutput], None]]:
-    """Around a request; call the result with each of its snapshots.
+    """Around a request; call the result with each of its deltas.
 
     A request that ends by an exception counts as an error, one that is left as an abort: once for
-    each output not finished yet, once in all where no snapshot had come.
+    each output not finished yet, once in all where no delta had come.
     """
     request = _Request(self, params)
     reason = "abort"
@@ -109,7 +109,8 @@ class Metrics:
       yield request.observe
     except Exception as error:  # not a cancellation and not GeneratorExit: those are aborts
       reason = "error"
-      self.errors(type(error).__name__).inc()
+      kind = ValueError if isinstance(error, ValueError) else type(error)
+      self.errors(kind.__name__).inc()
       raise
     finally:
       for _ in range(request.unfinished):
@@ -142,49 +143,48 @@ class _Request:
       return 1
     return sum(not seen.finished for seen in self._outputs.values())
 
-  def observe(self, snapshot: RequestOutput) -> None:
+  def observe(self, delta: RequestOutput) -> None:
     now = time.perf_counter()
-    # A snapshot may bring more than the first token, which the engine then saw before us.
-    first = min(now, self._start + snapshot.timing.first_token)
+    # A delta may bring more than the first token, which the engine then saw before us.
+    first = min(now, self._start + delta.timing.first_token)
     if any(seen.tokens for seen in self._outputs.values()):
       first = now  # the engine's time is that of the request's first output, which this is not
-    for out in snapshot.outputs:
+    for out in delta.outputs:
       seen = self._outputs.setdefault(out.index, _Progress())
       self._count_tokens(seen, len(out.token_ids), first, now)
-      if out.finish_reason is not None and not seen.finished:
+      if out.finish_reason is not None:
         seen.finished = True
         self._metrics.success(out.finish_reason).inc()
-        self._count_finished(seen, snapshot, now)
-    if snapshot.finished:
-      self._metrics.params_n.observe(len(snapshot.outputs))
+        self._count_finished(seen, delta, now)
+    if delta.finished:
+      self._metrics.params_n.observe(len(delta.outputs))
       self._metrics.longest.observe(max(seen.tokens for seen in self._outputs.values()))
 
-  def _count_tokens(self, seen: _Progress, tokens: int, first: float, now: float) -> None:
-    new = tokens - seen.tokens
-    if new and not seen.tokens:
+  def _count_tokens(self, seen: _Progress, new: int, first: float, now: float) -> None:
+    seen.tokens += new
+    if new and new == seen.tokens:
       self._metrics.first_token.observe(first - self._start)
       seen.first = seen.last = first
       new -= 1
-    # Per token, not per snapshot: a step that emits k tokens in a second takes 1/k for each.
+    # Per token, not per delta: a step that emits k tokens in a second takes 1/k for each.
     for _ in range(new):
       for histogram in self._metrics.per_token:
         histogram.observe((now - seen.last) / new)
     if new:
       seen.last = now
-    seen.tokens = tokens
 
-  def _count_finished(self, seen: _Progress, snapshot: RequestOutput, now: float) -> None:
-    metrics, prompt_tokens = self._metrics, len(snapshot.prompt_token_ids)
-    admitted = self._start + snapshot.timing.admitted
+  def _count_finished(self, seen: _Progress, last: RequestOutput, now: float) -> None:
+    metrics, prompt_tokens = self._metrics, len(last.prompt_token_ids)
+    admitted = self._start + last.timing.admitted
     if not seen.tokens:  # then all of it was reading the prompt
       seen.first = seen.last = now
-    metrics.queue_time.observe(snapshot.timing.admitted)
+    metrics.queue_time.observe(last.timing.admitted)
     metrics.prefill_time.observe(max(0.0, seen.first - admitted))
     metrics.decode_time.observe(seen.last - seen.first)
     metrics.inference_time.observe(max(0.0, seen.last - admitted))
     metrics.latency.observe(now - self._start)
     metrics.prompt_tokens.observe(prompt_tokens)
-    metrics.computed_tokens.observe(prompt_tokens - snapshot.num_cached_tokens)
+    metrics.computed_tokens.observe(prompt_tokens - last.num_cached_tokens)
     metrics.generation_tokens.observe(seen.tokens)
     if seen.tokens > 1:
       metrics.mean_per_token.observe((seen.last - seen.first) / (seen.tokens - 1))

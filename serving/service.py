@@ -10,9 +10,7 @@ from typing import Any
 
 from jspec import (
   AsyncLLM,
-  CompletionOutput,
   FieldError,
-  Logprob,
   RequestOutput,
   SamplingParams,
 )
@@ -26,6 +24,11 @@ MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"
 def any_seed(seed: int | None) -> int | None:
   """A client's 64-bit number as a seed; -1 is none, as in vLLM, and other negative ones wrap."""
   return None if seed is None or seed == -1 else seed % 2**63
+
+
+def num_tokens(output: RequestOutput) -> int:
+  """Generated, of all outputs; of a delta the new ones."""
+  return sum(len(out.token_ids) for out in output.outputs)
 
 
 def model_defaults(params: SamplingParams) -> dict[str, Any]:
@@ -83,18 +86,6 @@ class Caller:
   request_id: str | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Delta:
-  """What one of a request's n outputs has gained. Text never splits a character."""
-
-  index: int
-  text: str
-  token_ids: tuple[int, ...]
-  logprobs: tuple[dict[int, Logprob], ...] | None  # per token: sampled first, then top
-  finish_reason: str | None  # "stop" or "length" with the output's last delta
-  stop_reason: int | str | None
-
-
 class Service:
   """An engine under the name by which clients know its model.
 
@@ -129,49 +120,31 @@ class Service:
   async def stream(self, prompt: str | Sequence[int], params: SamplingParams, *,
                    request_id: str | None = None, priority: int = 0, cache_salt: str | None = None,
                    caller: Caller = Caller(), queued: Callable[[], None] | None = None
-                   ) -> AsyncGenerator[tuple[RequestOutput, list[Delta]], None]:
-    """Each snapshot of the request with what is new in it; the last one is finished.
+                   ) -> AsyncGenerator[RequestOutput, None]:
+    """The request's deltas; the last one is finished.
 
-    Raises what AsyncLLM.generate raises. Leaving it ends the request. queued: called once the
+    Raises what AsyncLLM.deltas raises. Leaving it ends the request. queued: called once the
     engine has taken it.
     """
-    shown: dict[int, CompletionOutput] = {}
     with (self.metrics.request(params) as observe,
           self.shares.request(caller.client, params.n) as take_tokens):
       if priority and not self.policy.client_priority:
         raise FieldError("priority", f"priority={priority} is not for clients to choose here: "
                          "requests are first come, first served (--scheduling-policy fcfs)")
-      snapshots = self.engine.generate(
+      deltas = self.engine.deltas(
           prompt, params, request_id=request_id, priority=priority, cache_salt=cache_salt,
           admit=lambda group: take_tokens(group.most_tokens), queued=queued)
-      async with contextlib.aclosing(snapshots):  # leaving it is what frees the slot
-        async for output in snapshots:
-          observe(output)
-          deltas = [_delta(shown.get(out.index), out) for out in output.outputs]
-          shown = {out.index: out for out in output.outputs}
-          yield output, [d for d in deltas if d is not None]
+      async with contextlib.aclosing(deltas):  # leaving it is what frees the slot
+        async for delta in deltas:
+          observe(delta)
+          yield delta
 
   async def complete(self, prompt: str | Sequence[int], params: SamplingParams, *,
                      request_id: str | None = None, priority: int = 0,
                      cache_salt: str | None = None,
                      caller: Caller = Caller()) -> RequestOutput:
-    """The finished output."""
+    """The whole output."""
     stream = self.stream(prompt, params, request_id=request_id, priority=priority,
                          cache_salt=cache_salt, caller=caller)
     async with contextlib.aclosing(stream):
-      async for output, _ in stream:
-        if output.finished:
-          return output
-    raise AssertionError("a stream ends with a finished output")
-
-
-def _delta(before: CompletionOutput | None, now: CompletionOutput) -> Delta | None:
-  """None where nothing is new."""
-  text = now.text[len(before.text):] if before else now.text
-  count = len(before.token_ids) if before else 0
-  ended = now.finish_reason is not None and (before is None or before.finish_reason is None)
-  if not text and count == len(now.token_ids) and not ended:
-    return None
-  logprobs = None if now.logprobs is None else now.logprobs[count:]
-  return Delta(now.index, text, now.token_ids[count:], logprobs,
-               now.finish_reason if ended else None, now.stop_reason if ended else None)
+      return RequestOutput.joined([delta async for delta in stream])

@@ -60,6 +60,7 @@ class Request:
   def __post_init__(self):
     self._detokenizer = Detokenizer(self.tokenizer, self.params.skip_special_tokens,
                                     self.prompt_ids)
+    self._told = 0, 0, False  # tokens, characters, and whether its end, of the deltas so far
 
   @property
   def finished(self) -> bool:
@@ -144,18 +145,23 @@ class Request:
       out.setdefault(token, Logprob(logprob, rank, text(token)))
     return out
 
-  def output(self) -> CompletionOutput:
-    """A snapshot. While running, text that may turn out to begin a stop string is held back."""
-    text = self.text
-    held = max((len(stop) for stop in self.params.stop), default=1) - 1
-    if not self.finished and held and not self.params.include_stop_str_in_output:
-      text = text[:max(0, len(text) - held)]
+  def output(self, delta: bool = False) -> CompletionOutput:
+    """A snapshot, or what is new since the last delta.
+
+    While running, text that may turn out to begin a stop string is held back.
+    """
+    size = len(self.text)
+    if not self.finished and not self.params.include_stop_str_in_output:
+      size = max(0, size + 1 - max((len(stop) for stop in self.params.stop), default=1))
+    start, begin, told = self._told if delta else (0, 0, False)
+    if delta:
+      self._told = len(self.tokens), size, self.finished
     wants = self.params.logprobs is not None
-    total = self.logprob if wants else None
     return CompletionOutput(
-        self.index, text, tuple(self.tokens), self.finish_reason, self.stop_reason,
-        tuple(self.logprobs) if wants else None, total, self.stats, tuple(self.drafted),
-        self.hidden_states)
+        self.index, self.text[begin:size], tuple(self.tokens[start:]),
+        None if told else self.finish_reason, None if told else self.stop_reason,
+        tuple(self.logprobs[start:]) if wants else None, self.logprob if wants else None,
+        self.stats, tuple(self.drafted[start:]), None if told else self.hidden_states)
 
 
 def failure(error: BaseException) -> str:
@@ -171,6 +177,7 @@ class Group:
   prompt: str | None
   requests: list[Request]
   shown: tuple[int, int] = (0, 0)  # tokens, and requests that had ended, at the last `news`
+  prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None  # once all are known
 
   def news(self) -> bool:
     """Whether there are tokens, or an end, that the last call had not seen."""
@@ -190,14 +197,15 @@ class Group:
     failed = (r.stop_reason for r in self.requests if r.finish_reason == "error")
     return next((str(reason) for reason in failed), None)
 
-  def output(self) -> RequestOutput:
+  def output(self, delta: bool = False) -> RequestOutput:
+    """A snapshot, or what is new since the last delta: as large as that, however long it grows."""
     finished = all(r.finished for r in self.requests)
     added = self.requests[0].added
     first = min((r.first_token_at for r in self.requests if r.first_token_at), default=added)
     last = max(r.finished_at for r in self.requests)
     admitted = min((r.admitted_at for r in self.requests if r.admitted_at), default=added)
     timing = Timing(first - added, last - added if finished else 0.0, admitted - added)
-    return self._output(tuple(r.output() for r in self.requests), finished, timing)
+    return self._output(tuple(r.output(delta=delta) for r in self.requests), finished, timing)
 
   def failure(self, reason: str) -> RequestOutput:
     """In place of an output that cannot be made."""
@@ -207,6 +215,8 @@ class Group:
   def _output(self, outputs: tuple[CompletionOutput, ...], finished: bool,
               timing: Timing) -> RequestOutput:
     first = self.requests[0]
-    known = first.params.prompt_logprobs is not None and not first.lacks_prompt_logprobs
+    if (self.prompt_logprobs is None and first.params.prompt_logprobs is not None
+        and not first.lacks_prompt_logprobs):
+      self.prompt_logprobs = tuple(first.prompt_logprobs)
     return RequestOutput(self.request_id, self.prompt, first.prompt_ids, outputs, finished, timing,
-                         first.num_cached_tokens, tuple(first.prompt_logprobs) if known else None)
+                         first.num_cached_tokens, self.prompt_logprobs)

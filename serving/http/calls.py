@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import functools
 import itertools
@@ -16,7 +17,7 @@ from jspec.serving.http.gate import json_response
 from jspec.serving.openai.answers import Answer
 from jspec.serving.openai.api import Call
 from jspec.serving.openai.errors import Refused, refusal
-from jspec.serving.service import Caller, Delta, Service
+from jspec.serving.service import Caller, Service
 
 EVENT_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies: pass it on
 
@@ -25,11 +26,10 @@ QUEUED, COMMENT_AFTER, COMMENT_EVERY = b": queued\n\n", 1.0, 15.0
 
 
 class _News(NamedTuple):
-  """A snapshot of one of a call's prompts."""
+  """A delta of one of a call's prompts."""
 
   prompt: int
-  output: RequestOutput
-  deltas: list[Delta]
+  delta: RequestOutput
 
 
 async def answer_call(service: Service, call: Call, answer: Answer, prompt_field: str,
@@ -44,13 +44,14 @@ async def answer_call(service: Service, call: Call, answer: Answer, prompt_field
     news = _run(service, call, answer.id, caller, queued)
     if call.stream:
       return await _stream(answer, news, queued, caller)
-    finished: dict[int, RequestOutput] = {}
+    deltas: dict[int, list[RequestOutput]] = collections.defaultdict(list)
     async with contextlib.aclosing(news):
-      async for prompt, output, _ in news:
-        finished[prompt] = output
+      async for prompt, delta in news:
+        deltas[prompt].append(delta)
   except Exception as error:
     raise refusal(error, prompt_field, request_id=caller.request_id) from error
-  return json_response(answer.whole([finished[i] for i in range(len(call.prompts))]))
+  return json_response(answer.whole([RequestOutput.joined(deltas[i])
+                                     for i in range(len(call.prompts))]))
 
 
 async def _stream(answer: Answer, news: AsyncGenerator[_News], queued: asyncio.Event,
@@ -91,11 +92,12 @@ async def _check(service: Service, call: Call) -> None:
 
 async def _run(service: Service, call: Call, name: str, caller: Caller, queued: asyncio.Event
                ) -> AsyncGenerator[_News]:
-  """Snapshots of all prompts as they come. Leaving it ends the requests.
+  """Deltas of all prompts as they come. Leaving it ends the requests.
 
   queued: is set once the engine has taken all of them.
   """
-  news: asyncio.Queue[_News | Exception] = asyncio.Queue(1)  # a reader that is slow misses some
+  # Of one: what a slow reader leaves unread the engine joins.
+  news: asyncio.Queue[_News | Exception] = asyncio.Queue(1)
   untaken = set(range(len(call.prompts)))
 
   def taken(i: int) -> None:
@@ -109,8 +111,8 @@ async def _run(service: Service, call: Call, name: str, caller: Caller, queued: 
                               priority=call.priority, cache_salt=call.cache_salt,
                               caller=caller, queued=functools.partial(taken, i))
       async with contextlib.aclosing(stream):  # type: ignore[type-var]
-        async for output, deltas in stream:
-          await news.put(_News(i, output, deltas))
+        async for delta in stream:
+          await news.put(_News(i, delta))
     except Exception as error:
       await news.put(error)
 
@@ -121,7 +123,7 @@ async def _run(service: Service, call: Call, name: str, caller: Caller, queued: 
       item = await news.get()
       if isinstance(item, Exception):
         raise item
-      left -= item.output.finished
+      left -= item.delta.finished
       yield item
   finally:
     for task in tasks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import time
 import uuid
@@ -12,7 +13,7 @@ from jspec import CompletionOutput, Logprob, RequestOutput, SpeculativeStats
 from jspec.serving.http.gate import event
 from jspec.serving.openai.api import Call
 from jspec.serving.openai.errors import Refused
-from jspec.serving.service import Delta
+from jspec.serving.service import num_tokens
 
 LEAST_LOGPROB = -9999.0  # OpenAI's word for "very unlikely": JSON has no infinity
 
@@ -35,31 +36,34 @@ class Answer:
     self.call, self.tokenizer, self._show_cached = call, tokenizer, show_cached
     self.id = f"{self.id_prefix}-{call.request_id or uuid.uuid4().hex}"
     self._head = {"created": int(time.time()), "model": model}
-    self._outputs: dict[int, RequestOutput] = {}  # by prompt, as far as streamed
+    self._latest: dict[int, RequestOutput] = {}  # delta, by prompt
+    self._generated: collections.Counter[int] = collections.Counter()  # tokens streamed, by prompt
 
   def whole(self, outputs: Sequence[RequestOutput]) -> Json:
     """`outputs`: finished, one for each prompt."""
     choices = [self.choice(self.index(i, out.index), out, output)
                for i, output in enumerate(outputs) for out in output.outputs]
     return {"id": self.id, "object": self.name, **self._head, "choices": choices,
-            "usage": self.usage(outputs), **self.about_prompt(outputs[0])}
+            "usage": self.usage(outputs, sum(map(num_tokens, outputs))),
+            **self.about_prompt(outputs[0])}
 
-  def chunks(self, prompt: int, output: RequestOutput, deltas: Sequence[Delta]) -> Iterator[Json]:
+  def chunks(self, prompt: int, delta: RequestOutput) -> Iterator[Json]:
     """What the outputs of a prompt have gained."""
-    begins = prompt not in self._outputs
-    self._outputs[prompt] = output
+    begins = prompt not in self._latest
+    self._latest[prompt] = delta
+    self._generated[prompt] += num_tokens(delta)
     if begins:
       for i in range(self.call.params.n):
-        for content in self.first(self.index(prompt, i), output):
-          yield self._chunk([content]) | (self.about_prompt(output) if i == 0 else {})
-    for delta in deltas:
-      for content in self.parts(self.index(prompt, delta.index), delta):
+        for content in self.first(self.index(prompt, i), delta):
+          yield self._chunk([content]) | (self.about_prompt(delta) if i == 0 else {})
+    for new in delta.news:
+      for content in self.parts(self.index(prompt, new.index), new):
         yield self._chunk([content])
 
   def closing(self) -> Iterator[Json]:
     """The chunks after the last token."""
     if self.call.include_usage:
-      yield self._chunk([]) | {"usage": self.usage(self._so_far)}
+      yield self._chunk([]) | {"usage": self._usage_so_far()}
 
   def event(self, chunk: Json) -> bytes:
     """A chunk on the wire."""
@@ -72,20 +76,19 @@ class Answer:
   def index(self, prompt: int, output: int) -> int:
     return prompt * self.call.params.n + output
 
-  def usage(self, outputs: Sequence[RequestOutput]) -> Json:
-    return usage(outputs, self._show_cached)
+  def usage(self, outputs: Sequence[RequestOutput], generated: int) -> Json:
+    return usage(outputs, generated, self._show_cached)
 
-  @property
-  def _so_far(self) -> list[RequestOutput]:
-    return [self._outputs[i] for i in sorted(self._outputs)]
+  def _usage_so_far(self) -> Json:
+    return self.usage([*self._latest.values()], self._generated.total())
 
   def _chunk(self, choices: list[Json]) -> Json:
     chunk: Json = {"id": self.id, "object": self.chunk_name, **self._head, "choices": choices}
     if self.call.include_usage:
-      chunk["usage"] = self.usage(self._so_far) if self.call.continuous_usage else None
+      chunk["usage"] = self._usage_so_far() if self.call.continuous_usage else None
     return chunk
 
-  def _token_ids(self, of: Delta | CompletionOutput) -> Json:
+  def _token_ids(self, of: CompletionOutput) -> Json:
     return {"token_ids": list(of.token_ids)} if self.call.return_token_ids else {}
 
   def _prompt_facts(self, output: RequestOutput) -> Json:
@@ -110,7 +113,7 @@ class Answer:
   def first(self, index: int, output: RequestOutput) -> Iterator[Json]:
     raise NotImplementedError
 
-  def parts(self, index: int, delta: Delta) -> Iterator[Json]:
+  def parts(self, index: int, delta: CompletionOutput) -> Iterator[Json]:
     raise NotImplementedError
 
   def choice(self, index: int, out: CompletionOutput, output: RequestOutput) -> Json:
@@ -126,7 +129,7 @@ class ChatAnswer(Answer):
   def first(self, index: int, output: RequestOutput) -> Iterator[Json]:
     yield self._part(index, {"role": "assistant", "content": ""})
 
-  def parts(self, index: int, delta: Delta) -> Iterator[Json]:
+  def parts(self, index: int, delta: CompletionOutput) -> Iterator[Json]:
     if delta.text or delta.logprobs or (self.call.return_token_ids and delta.token_ids):
       yield (self._part(index, {"content": delta.text}, self.logprobs(delta.logprobs))
              | self._token_ids(delta))
@@ -170,10 +173,10 @@ class CompletionAnswer(Answer):
     if self.call.echo or self.call.return_token_ids:
       yield self._choice(index, *self._echo(index, output)) | self._prompt_facts(output)
 
-  def parts(self, index: int, delta: Delta) -> Iterator[Json]:
+  def parts(self, index: int, delta: CompletionOutput) -> Iterator[Json]:
     if delta.text or delta.logprobs or delta.finish_reason or (
         self.call.return_token_ids and delta.token_ids):
-      prompt_ids = self._outputs[index // self.call.params.n].prompt_token_ids
+      prompt_ids = self._latest[index // self.call.params.n].prompt_token_ids
       yield (self._choice(index, delta.text, self._logprobs(index, delta.logprobs, prompt_ids))
              | _end(delta) | self._token_ids(delta))
 
@@ -258,7 +261,7 @@ class CompletionAnswer(Answer):
     return max(0, at - 1 if begun and not begun[0] else at)
 
 
-def _end(of: Delta | CompletionOutput) -> Json:
+def _end(of: CompletionOutput) -> Json:
   return {"finish_reason": of.finish_reason, "stop_reason": of.stop_reason}
 
 
@@ -267,11 +270,13 @@ def finite(logprob: float) -> float:
   return max(logprob, LEAST_LOGPROB)
 
 
-def usage(outputs: Sequence[RequestOutput], show_cached: bool) -> Json:
-  """Tokens of all prompts and outputs; draft tokens where OpenAI counts predicted ones."""
+def usage(outputs: Sequence[RequestOutput], completion: int, show_cached: bool) -> Json:
+  """Tokens of all prompts and outputs; draft tokens where OpenAI counts predicted ones.
+
+  completion: tokens generated for all of them.
+  """
   cached = sum(o.num_cached_tokens for o in outputs)
   prompt = sum(len(o.prompt_token_ids) for o in outputs)
-  completion = sum(len(out.token_ids) for o in outputs for out in o.outputs)
   stats = sum((o.speculation for o in outputs), SpeculativeStats())
   rejected = stats.num_draft_tokens - stats.num_accepted_tokens
   return {"prompt_tokens": prompt, "completion_tokens": completion,

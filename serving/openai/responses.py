@@ -15,7 +15,7 @@ from jspec.serving.openai.api import NOT_DONE, Call, Sampling
 from jspec.serving.openai.chat import Message
 from jspec.serving.openai.errors import Refused
 from jspec.serving.openai.fields import FIRST, Int, Text, unsupported
-from jspec.serving.service import Conversation, Delta
+from jspec.serving.service import Conversation, num_tokens
 
 LOGPROBS = "message.output_text.logprobs"  # of `include`
 # Members of fields that are objects -> values that ask for nothing.
@@ -110,25 +110,26 @@ class ResponsesAnswer(ChatAnswer):
     self.id = self.id.replace("-", "_", 1)
     self._request, self._item_id = request, f"msg_{uuid.uuid4().hex}"
     self._sent = 0  # events
+    self._deltas: list[RequestOutput] = []
 
   def whole(self, outputs: Sequence[RequestOutput]) -> Json:
     return self._response(outputs[0])
 
-  def chunks(self, prompt: int, output: RequestOutput, deltas: Sequence[Delta]) -> Iterator[Json]:
-    if prompt not in self._outputs:
+  def chunks(self, prompt: int, delta: RequestOutput) -> Iterator[Json]:
+    if not self._deltas:
       for name in ("response.created", "response.in_progress"):
         yield self._told(name, response=self._response(None))
       yield self._told("response.output_item.added", output_index=0,
                        item=self._message("in_progress", []))
       yield self._about_part("response.content_part.added", part=self._part_of("", None))
-    self._outputs[prompt] = output
-    for delta in deltas:
-      if delta.text or delta.logprobs:
-        yield self._about_part("response.output_text.delta", delta=delta.text,
-                               logprobs=self._entries(delta.logprobs))
+    self._deltas.append(delta)
+    for new in delta.news:
+      if new.text or new.logprobs:
+        yield self._about_part("response.output_text.delta", delta=new.text,
+                               logprobs=self._entries(new.logprobs))
 
   def closing(self) -> Iterator[Json]:
-    output = self._outputs[0]
+    output = RequestOutput.joined(self._deltas)
     part = self._part_of(output.text, output.logprobs)
     yield self._about_part("response.output_text.done", text=part["text"],
                            logprobs=part["logprobs"])
@@ -184,7 +185,7 @@ class ResponsesAnswer(ChatAnswer):
 
   def _usage(self, output: RequestOutput) -> Json:
     """Its details are not optional: cached tokens that are not shown are 0."""
-    usage = self.usage([output])
+    usage = self.usage([output], num_tokens(output))
     cached = usage["prompt_tokens_details"] or {"cached_tokens": 0}
     return {"input_tokens": usage["prompt_tokens"], "input_tokens_details": cached,
             "output_tokens": usage["completion_tokens"],

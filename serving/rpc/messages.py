@@ -21,7 +21,7 @@ from jspec import (
   SpeculativeStats,
 )
 from jspec.serving.rpc import jspec_pb2 as pb
-from jspec.serving.service import Conversation, Delta, any_seed
+from jspec.serving.service import Conversation, any_seed
 
 
 class BadField(ValueError):
@@ -101,16 +101,18 @@ def naming_the_field(otherwise: str) -> Iterator[None]:
     raise BadField(named if known else otherwise, error) from None
 
 
-def generate_reply(output: RequestOutput, news: Sequence[Delta | CompletionOutput],
-                   show_cached: bool) -> pb.GenerateReply:
-  """News of a request; with its statistics, and what is known of its prompt, if it is finished."""
+def generate_reply(output: RequestOutput, generated: int, show_cached: bool) -> pb.GenerateReply:
+  """A whole output or a delta; with statistics, and what is known of the prompt, if finished.
+
+  generated: tokens so far.
+  """
   return pb.GenerateReply(
-      request_id=output.request_id, outputs=[_output(out) for out in news],
-      statistics=_statistics(output, show_cached) if output.finished else None,
+      request_id=output.request_id, outputs=[_output(out) for out in output.news],
+      statistics=_statistics(output, generated, show_cached) if output.finished else None,
       prompt_logprobs=_rows(output.prompt_logprobs) if output.finished else ())
 
 
-def _output(out: Delta | CompletionOutput) -> pb.Output:
+def _output(out: CompletionOutput) -> pb.Output:
   reason = out.stop_reason
   return pb.Output(
       index=out.index, text=out.text, token_ids=out.token_ids, logprobs=_rows(out.logprobs),
@@ -126,11 +128,10 @@ def _rows(rows: Sequence[Mapping[int, Logprob] | None] | None) -> list[pb.TokenL
           for row in rows or ()]
 
 
-def _statistics(output: RequestOutput, show_cached: bool) -> pb.Statistics:
+def _statistics(output: RequestOutput, generated: int, show_cached: bool) -> pb.Statistics:
   return pb.Statistics(
       prompt_tokens=len(output.prompt_token_ids),
-      generated_tokens=sum(len(out.token_ids) for out in output.outputs),
-      speculation=_speculation(output.speculation),
+      generated_tokens=generated, speculation=_speculation(output.speculation),
       cached_tokens=output.num_cached_tokens if show_cached else None,
       time_in_queue=output.timing.admitted,
       time_to_first_token=output.timing.first_token, total_time=output.timing.finished)

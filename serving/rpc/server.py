@@ -38,7 +38,7 @@ from jspec.serving.rpc.messages import (
   stats_reply,
 )
 from jspec.serving.rpc.options import Options
-from jspec.serving.service import Caller, Service
+from jspec.serving.service import Caller, Service, num_tokens
 from jspec.serving.shares import ShareFull
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Jspec"].full_name
@@ -183,10 +183,12 @@ class _Door:
       with naming_the_field(request.WhichOneof("prompt")):
         stream = self.service.stream(prompt, params, queued=queued, **self._named(request, context))
         async with contextlib.aclosing(stream):
-          async for output, deltas in stream:
+          generated = 0
+          async for delta in stream:
             await asyncio.gather(*begun)
-            if deltas or output.finished:
-              await context.write(self._reply(output, deltas))
+            generated += num_tokens(delta)
+            if delta.news or delta.finished:
+              await context.write(self._reply(delta, generated))
 
   async def generate_unary(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
                            ) -> pb.GenerateReply:
@@ -194,7 +196,7 @@ class _Door:
       prompt, params = await self._read(request)
       with naming_the_field(request.WhichOneof("prompt")):
         output = await self.service.complete(prompt, params, **self._named(request, context))
-    return self._reply(output, output.outputs)
+    return self._reply(output, num_tokens(output))
 
   def _named(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
              ) -> dict[str, Any]:
@@ -204,8 +206,8 @@ class _Door:
             "cache_salt": request.cache_salt if request.HasField("cache_salt") else None,
             "priority": request.priority, "caller": Caller(self.client(context), request_id)}
 
-  def _reply(self, output: RequestOutput, news: Any) -> pb.GenerateReply:
-    return generate_reply(output, news, self.service.policy.show_cached_tokens)
+  def _reply(self, output: RequestOutput, generated: int) -> pb.GenerateReply:
+    return generate_reply(output, generated, self.service.policy.show_cached_tokens)
 
   async def _read(self, request: pb.GenerateRequest) -> tuple[str | list[int], SamplingParams]:
     """Prompt and sampling parameters."""

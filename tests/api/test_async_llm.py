@@ -8,7 +8,7 @@ import contextlib
 import pytest
 from tiny_llm import greedy, is_idle, tiny_llm
 
-from jspec import AsyncLLM, Draining, EngineDead, QueueFull, SamplingParams
+from jspec import AsyncLLM, Draining, EngineDead, QueueFull, RequestOutput, SamplingParams
 
 
 @contextlib.asynccontextmanager
@@ -64,6 +64,26 @@ def test_snapshots_grow_and_a_slow_reader_loses_nothing():
   (expected,) = tiny_llm("ngram").generate("the cat", greedy(max_tokens=40, ignore_eos=True))
   assert tokens[-1] == expected.token_ids and seen[-1].finished and not seen[0].finished
   assert 0 <= seen[-1].timing.admitted <= seen[-1].timing.first_token
+
+
+def test_deltas_are_what_is_new_and_a_slow_reader_finds_several_in_one():
+  params = SamplingParams(n=2, temperature=1.0, seed=3, max_tokens=40, ignore_eos=True, logprobs=1)
+
+  async def main():
+    async with serving() as engine:
+      seen = []
+      async for delta in engine.deltas("the cat", params):
+        seen.append(delta)
+        await asyncio.sleep(0.02)
+      return seen
+
+  seen = asyncio.run(main())
+  (expected,) = tiny_llm("ngram").generate("the cat", params)
+  whole = RequestOutput.joined(seen)
+  for out, want in zip(whole.outputs, expected.outputs, strict=True):
+    assert (out.text, out.token_ids, out.logprobs, out.finish_reason, out.drafted) == (
+        want.text, want.token_ids, want.logprobs, want.finish_reason, want.drafted)
+  assert len(seen) > 2 and seen[-1].finished and all(delta.news for delta in seen)
 
 
 def test_leaving_the_iterator_and_cancelling_the_task_free_slot_and_pages():

@@ -59,12 +59,12 @@ SITES = {  # what is made to raise, at which of its calls for the failing reques
 def raise_at(monkeypatch, owner, name, after, concerns):
   original, calls = getattr(owner, name), []
 
-  def call(*args):
+  def call(*args, **named):
     if concerns(*args):
       calls.append(1)
       if len(calls) > after:
         raise KeyError("boom")
-    return original(*args)
+    return original(*args, **named)
 
   monkeypatch.setattr(owner, name, call)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
+
 import hypothesis
 import hypothesis.strategies as st
 import pytest
 from tiny_tokenizers import EOS, TOKENIZERS, continuation
 
-from jspec.engine.request import NewToken, Request
+from jspec import RequestOutput
+from jspec.engine.request import Group, NewToken, Request
 from jspec.sampling_params import SamplingParams
 from jspec.text.tokenizer import Tokenizer
 
@@ -160,11 +163,13 @@ def test_snapshots_grow_and_never_show_part_of_a_stop_string(
   """Every snapshot begins the final text, with whole characters only."""
   tokenizer = TOKENIZERS[kind]
   r = make(tokenizer, limit, stop=stop, min_tokens=least, include_stop_str_in_output=include)
-  shown = [""]
+  shown, deltas = [""], []
   for token in continuation(tokenizer, text):
     if not r.finished:
       r.push(NewToken(token))
       shown.append(r.output().text)
+      deltas.append(r.output(delta=True).text)
+      assert "".join(deltas) == shown[-1]
   whole = text_of(tokenizer, r.tokens)
   *running, last = shown if r.finished else [*shown, whole]
   assert all(last.startswith(t) and "\ufffd" not in t for t in running)
@@ -178,6 +183,24 @@ def test_snapshots_grow_and_never_show_part_of_a_stop_string(
   else:  # no more is held back than a stop string's beginning
     held = 0 if include else max(map(len, stop), default=1) - 1
     assert len(running[-1]) == max(0, len(whole.rstrip("\ufffd")) - held)
+
+
+def test_a_delta_is_as_large_as_what_is_new_however_long_the_answer(tokenizer):
+  """And all of them together are the whole output."""
+  requests = [make(tokenizer, 600, logprobs=1, prompt_logprobs=0, stop=["zz"]) for _ in range(2)]
+  group, sizes, deltas = Group("r", "a prompt", requests), [], []
+  requests[0].read(1, [NewToken(t) for t in requests[0].prompt_ids[1:]])
+  for i in range(600):
+    for request in requests[:2 if i < 300 else 1]:  # one ends before its neighbour
+      request.push(NewToken(5, i % 2 > 0, -1.0, 1, ((5, -1.0),)))
+    if i == 299:
+      requests[1].fail("enough")
+    deltas.append(group.output(delta=True))
+    sizes.append(len(pickle.dumps(deltas[-1])))
+  assert group.output().finished and max(sizes[1:]) <= sizes[1] + 32  # numbers get more digits
+  assert RequestOutput.joined(deltas) == group.output()
+  ends = [d.outputs[1].finish_reason for d in deltas if d.outputs[1] in d.news]
+  assert ends == [None] * 299 + ["error"]
 
 
 def test_a_character_cut_off_by_the_limit_shows_as_a_replacement(tokenizer):

@@ -129,10 +129,10 @@ def test_calls_are_counted_logged_and_bounded_by_client(caplog):
 
 def test_a_stream_begins_while_its_request_waits():
   class Waiting(FakeEngine):
-    async def generate(self, *arguments, queued, **options):
+    async def deltas(self, *arguments, queued, **options):
       queued()
       await self.go.wait()
-      async for output in super().generate(*arguments, queued=None, **options):
+      async for output in super().deltas(*arguments, queued=None, **options):
         yield output
 
   async def scenario(address, service, server):

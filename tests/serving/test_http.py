@@ -20,10 +20,9 @@ import pytest
 from http_running import COMPLETIONS, JSON, MODEL, Running, error_of, running
 from tiny_llm import tiny_llm
 
-from jspec import RequestOutput
+from jspec import CompletionOutput, RequestOutput
 from jspec.engine.request import Request
 from jspec.serving.http.server import Options
-from jspec.serving.service import Delta
 
 USER = [{"role": "user", "content": "the cat"}]
 LONG = dict(prompt="the cat", temperature=0, max_tokens=80, ignore_eos=True)
@@ -114,8 +113,8 @@ def test_any_text_survives_events(server, monkeypatch):
   async def spoken(*arguments, **options):
     for i, piece in enumerate(pieces):
       last = i == len(pieces) - 1
-      yield RequestOutput("x", None, (1,), (), last), [
-          Delta(0, piece, (1,), None, "stop" if last else None, None)]
+      new = CompletionOutput(0, piece, (1,), "stop" if last else None)
+      yield RequestOutput("x", None, (1,), (new,), last)
 
   monkeypatch.setattr(server.service, "stream", spoken)
   with server.client() as client, client.stream("POST", COMPLETIONS, json={
@@ -129,8 +128,8 @@ def test_an_error_in_mid_stream_is_an_event_and_the_end(server, monkeypatch):
   stream = server.service.stream
 
   async def breaks(*arguments, **options):
-    async with contextlib.aclosing(stream(*arguments, **options)) as snapshots:
-      yield await anext(snapshots)
+    async with contextlib.aclosing(stream(*arguments, **options)) as deltas:
+      yield await anext(deltas)
     raise RuntimeError("secret")
 
   monkeypatch.setattr(server.service, "stream", breaks)

@@ -96,7 +96,7 @@ def gained(metrics: Metrics, before: collections.Counter) -> dict:
   return {key: value - before[key] for key, value in scrape(metrics).items()}
 
 
-def snapshot(*lengths: int, done: str | None = None, first: float = 0.0, admitted: float = 0.0,
+def delta(*lengths: int, done: str | None = None, first: float = 0.0, admitted: float = 0.0,
              cached: int = 0) -> RequestOutput:
   outputs = tuple(CompletionOutput(i, "", tuple(range(length)), done)
                   for i, length in enumerate(lengths))
@@ -194,15 +194,15 @@ def test_an_engine_that_has_done_nothing_can_be_scraped():
 # ------------------------------------------------------------------------ times
 
 
-def test_latency_counts_tokens_not_snapshots(clock):
+def test_latency_counts_tokens_not_deltas(clock):
   metrics = fake_metrics()
   with metrics.request(SamplingParams(max_tokens=8)) as observe:
     clock.seconds += 1.0
-    observe(snapshot(3, first=0.7, admitted=0.2, cached=4))  # two tokens came after the first one
+    observe(delta(3, first=0.7, admitted=0.2, cached=4))  # two tokens came after the first one
     clock.seconds += 1.0
-    observe(snapshot(7, first=0.7, admitted=0.2, cached=4))  # four tokens in a second
+    observe(delta(4, first=0.7, admitted=0.2, cached=4))  # four tokens in a second
     clock.seconds += 0.5
-    observe(snapshot(8, done="length", first=0.7, admitted=0.2, cached=4))
+    observe(delta(1, done="length", first=0.7, admitted=0.2, cached=4))
   now = scrape(metrics)
   for name in ("inter_token_latency_seconds", "time_per_output_token_seconds"):
     assert now[f"{name}_count",] == 8 - 1
@@ -225,9 +225,9 @@ def test_each_of_n_outputs_has_its_own_first_token(clock):
   metrics = fake_metrics()
   with metrics.request(SamplingParams()) as observe:
     clock.seconds += 1.0
-    observe(snapshot(1, 0, first=1.0))
+    observe(delta(1, 0, first=1.0))
     clock.seconds += 2.0
-    observe(snapshot(2, 1, done="stop", first=1.0))
+    observe(delta(1, 1, done="stop", first=1.0))
   now = scrape(metrics)
   assert now["time_to_first_token_seconds_count",] == 2
   assert now["time_to_first_token_seconds_sum",] == pytest.approx(1.0 + 3.0)
@@ -241,14 +241,14 @@ def test_each_of_n_outputs_has_its_own_first_token(clock):
 # ------------------------------------------------------------------------- ends
 
 
-@pytest.mark.parametrize("snapshots, left", [([], 1), ([(2,)], 1), ([(2, 3)], 2)])
-def test_a_request_that_is_left_counts_as_an_abort(snapshots, left):
+@pytest.mark.parametrize("deltas, left", [([], 1), ([(2,)], 1), ([(2, 3)], 2)])
+def test_a_request_that_is_left_counts_as_an_abort(deltas, left):
   metrics = fake_metrics()
 
   async def reader():
     with metrics.request(SamplingParams()) as observe:
-      for lengths in snapshots:
-        observe(snapshot(*lengths))
+      for lengths in deltas:
+        observe(delta(*lengths))
       yield
 
   async def leave():
@@ -258,8 +258,8 @@ def test_a_request_that_is_left_counts_as_an_abort(snapshots, left):
 
   async def cancel():
     with metrics.request(SamplingParams()) as observe:
-      for lengths in snapshots:
-        observe(snapshot(*lengths))
+      for lengths in deltas:
+        observe(delta(*lengths))
       await asyncio.sleep(60)
 
   async def both():
@@ -288,11 +288,12 @@ def test_a_request_that_fails_counts_as_an_error_of_its_kind(error):
 
 def test_an_output_that_ends_before_its_neighbour_is_counted_once():
   metrics = fake_metrics()
-  early = snapshot(4, done="stop").outputs[0]
+  early = delta(4, done="stop").outputs[0]
   with metrics.request(SamplingParams()) as observe:
-    for length in (4, 6, 8):  # and then somebody leaves
+    for length in (4, 2, 2):  # and then somebody leaves
       late = dataclasses.replace(early, index=1, token_ids=tuple(range(length)), finish_reason=None)
-      observe(dataclasses.replace(snapshot(4), outputs=(early, late)))
+      observe(dataclasses.replace(delta(4), outputs=(early, late)))
+      early = CompletionOutput(0, "", ())
   now = scrape(metrics)
   assert now["request_success_total", "stop"] == now["request_success_total", "abort"] == 1
   assert now["request_generation_tokens_count",] == 1
@@ -302,7 +303,7 @@ def test_an_output_that_ends_before_its_neighbour_is_counted_once():
 def test_a_reader_that_leaves_after_the_end_has_not_aborted():
   metrics = fake_metrics()
   with pytest.raises(GeneratorExit), metrics.request(SamplingParams()) as observe:
-    observe(snapshot(4, 4, done="stop"))
+    observe(delta(4, 4, done="stop"))
     raise GeneratorExit
   now = scrape(metrics)
   assert now["request_success_total", "stop"] == 2 and now["request_success_total", "abort"] == 0

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from tiny_tokenizers import TOKENIZERS, byte_tokenizer
 
 from jspec import CompletionOutput, Logprob, RequestOutput, SamplingParams
 from jspec.serving.openai.answers import ChatAnswer, CompletionAnswer
 from jspec.serving.openai.api import Call
-from jspec.serving.service import Delta
 
 TOKENIZER = byte_tokenizer()
 GIVEN = "he é"  # four tokens: "he", a space, and the two halves of é
@@ -61,8 +62,7 @@ def test_an_echo_has_the_rows_of_prompt_and_text(given):
 
 def test_a_streamed_echo_has_the_prompts_rows_in_its_first_chunk():
   answer = CompletionAnswer(call(echo=[GIVEN]), "m", TOKENIZER)
-  delta = Delta(0, TOKENIZER.decode([4]), (4,), (NEXT,), "stop", None)
-  first, second = (c["choices"][0] for c in answer.chunks(0, output(), [delta]))
+  first, second = (c["choices"][0] for c in answer.chunks(0, output()))
   assert (first["text"], first["finish_reason"]) == (GIVEN, None)
   joined = {name: first["logprobs"][name] + second["logprobs"][name] for name in written()}
   assert joined == written() and len(first["logprobs"]["tokens"]) == 4
@@ -112,9 +112,11 @@ def test_offsets_are_where_the_tokens_lie_in_the_text(kind, stream):
     whole = RequestOutput("r", None, prompt, (out,), True)
     answer = CompletionAnswer(call(), "m", tokenizer)
     if stream:
-      deltas = [Delta(0, "", (t,), (row,), None, None) for t, row in zip(ids, rows, strict=True)]
+      outs = [CompletionOutput(0, "", (t,), logprobs=(row,))
+              for t, row in zip(ids, rows, strict=True)]
+      deltas = [dataclasses.replace(whole, outputs=(out,)) for out in outs]
       offsets = sum((c["choices"][0]["logprobs"]["text_offset"]
-                     for c in answer.chunks(0, whole, deltas)), [])
+                     for delta in deltas for c in answer.chunks(0, delta)), [])
     else:
       offsets = answer.whole([whole])["choices"][0]["logprobs"]["text_offset"]
     assert len(offsets) == len(ids)

@@ -25,7 +25,7 @@ class FakeEngine:
   def stats(self):
     return EngineStats()
 
-  async def generate(self, prompt, params, *, request_id, priority, cache_salt, admit, queued):
+  async def deltas(self, prompt, params, *, request_id, priority, cache_salt, admit, queued):
     if self.error:
       raise self.error
     if queued:
@@ -36,5 +36,5 @@ class FakeEngine:
     except asyncio.CancelledError:
       self.left += 1
       raise
-    done = CompletionOutput(0, "ab", (3, 4), "length")
+    done = CompletionOutput(0, "b", (4,), "length")
     yield RequestOutput(request_id, prompt, (1,), (done,), finished=True)
