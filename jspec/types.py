@@ -127,6 +127,17 @@ class SpecState(flax.struct.PyTreeNode):
   draft: Any
 
 
+class StepInputs(flax.struct.PyTreeNode):
+  """All else that a speculation step reads, and leaves as it is."""
+
+  target: Any  # model/transformer.py's parameters
+  draft: Any  # the drafter's
+  max_draft: jax.Array  # i32[], draft tokens allowed per step and slot
+  lag: jax.Array  # f32[], see plan.plan
+  # f32[W], measured over predicted cost of each width; None where StepConfig.measured is not set.
+  cost: jax.Array | None = None
+
+
 class StepOutput(flax.struct.PyTreeNode):
   """Tokens of one or more steps; `T` is (D + 1) times the steps asked for."""
 

@@ -22,7 +22,7 @@ from jspec.engine.programs import initial_state
 from jspec.heads.config import EagleConfig
 from jspec.heads.init import init_head
 from jspec.speculation import step, tree
-from jspec.types import Committed, Slots
+from jspec.types import Committed, Slots, StepInputs
 
 
 def main():
@@ -58,7 +58,7 @@ def plain_steps(target, arguments):
   engine = EngineConfig(max_num_seqs=1, num_pages=16, max_model_len=2048)
   run = jax.jit(step.make_multi_step(step.StepConfig(config, ((1, 1),)), drafter, arguments.steps),
                 donate_argnums=1)
-  params = {"target": target.params, "draft": (), "max_draft": jnp.int32(0), "lag": jnp.float32(9)}
+  inputs = StepInputs(target.params, (), jnp.int32(0), jnp.float32(9))
   state = initial_state(jax.random.key(0), config, drafter, engine, jnp.float32)
   started = state.replace(
       page_table=jnp.arange(state.page_table.shape[1])[None], active=jnp.ones(1, bool),
@@ -66,7 +66,7 @@ def plain_steps(target, arguments):
   held = [started]
 
   def steps():
-    state, out = run(params, held[0], jnp.int32(arguments.steps))
+    state, out = run(inputs, held[0], jnp.int32(arguments.steps))
     held[0] = state.replace(length=jnp.full(1, arguments.length), active=jnp.ones(1, bool))
     return out
 

@@ -19,7 +19,7 @@ from jspec.config import EngineConfig, Verification
 from jspec.engine.programs import initial_state
 from jspec.speculation import step
 from jspec.speculation.drafter import Drafter
-from jspec.types import NO_PARENT, DraftTree
+from jspec.types import NO_PARENT, DraftTree, StepInputs
 
 DRAFTS = (0, 3, 7)
 
@@ -68,10 +68,9 @@ def main():
       state = state.replace(active=jnp.ones(1, bool), limit=jnp.full(1, 10**6),
                             max_draft=jnp.full(1, 99), num_output=jnp.ones(1, jnp.int32),
                             length=jnp.full(1, arguments.length))
-      params = {"target": target.params, "draft": jnp.array(counts), "max_draft": jnp.int32(99),
-                "lag": jnp.float32(1000)}
+      inputs = StepInputs(target.params, jnp.array(counts), jnp.int32(99), jnp.float32(1000))
       started = time.perf_counter()
-      state, out = run(params, state, jnp.int32(arguments.steps))
+      state, out = run(inputs, state, jnp.int32(arguments.steps))
       jax.block_until_ready(out)
       if repeat:
         times[name].append((time.perf_counter() - started) / int(out.num_steps[0]) * 1e3)

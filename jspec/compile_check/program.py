@@ -33,6 +33,7 @@ from jspec.model import attention, sharding
 from jspec.model.params import init_params
 from jspec.sampling_params import MAX_LOGPROBS
 from jspec.speculation import step
+from jspec.types import StepInputs
 
 # Without these libtpu asks the network who it is, locks itself and writes logs.
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_LOG_DIR": "disabled",
@@ -43,7 +44,7 @@ ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_LOG_DIR":
 class Program(NamedTuple):
   """A step, traced but not lowered."""
 
-  traced: jax.stages.Traced  # of (params, state, num_steps) -> (state, StepOutput), state donated
+  traced: jax.stages.Traced  # of (inputs, state, num_steps) -> (state, StepOutput), state donated
   state: Any  # shapes with shardings
   mesh: Mesh
   page_shape: tuple[int, ...]  # of one layer's keys on one device
@@ -118,13 +119,14 @@ def _build(case: Case, config: ModelConfig, devices: list[Any], platform: str,
   # A single device needs no mesh to run, but a sharding to be compiled for.
   mesh = placement.mesh or sharding.make_mesh(devices)
   everywhere = NamedSharding(mesh, P())
-  scalar = lambda dtype: jax.ShapeDtypeStruct((), dtype, sharding=everywhere)
+  scalar: Any = lambda dtype: jax.ShapeDtypeStruct((), dtype, sharding=everywhere)
   state = jax.eval_shape(
       lambda: initial_state(jax.random.key(0), held, drafter, engine, placement.kv_dtype))
   state_shardings = sharding.state_shardings(mesh, state, placement.draft_tp)
-  params = {"target": _placed(target, sharding.param_shardings(mesh, target, case.tp)),
-            "draft": _placed(draft_params, _draft_shardings(mesh, draft_params, case.tp)),
-            "max_draft": scalar(jnp.int32), "lag": scalar(jnp.float32)}
+  inputs = StepInputs(  # shapes in place of arrays
+      _placed(target, sharding.param_shardings(mesh, target, case.tp)),
+      _placed(draft_params, _draft_shardings(mesh, draft_params, case.tp)),
+      scalar(jnp.int32), scalar(jnp.float32))
   placed_state = _placed(state, state_shardings)
   if platform == "tpu":
     state_shardings = sharding.with_tpu_layouts(state_shardings, state)
@@ -132,7 +134,7 @@ def _build(case: Case, config: ModelConfig, devices: list[Any], platform: str,
                    out_shardings=(state_shardings, everywhere))
   started = time.perf_counter()
   with _known_chip(mesh):
-    traced = jitted.trace(params, placed_state, scalar(jnp.int32))
+    traced = jitted.trace(inputs, placed_state, scalar(jnp.int32))
   pages = state.pages.k[0].shape
   return Program(traced, placed_state, mesh, (*pages[:2], pages[2] // case.tp),
                  time.perf_counter() - started)

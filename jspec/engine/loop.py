@@ -29,7 +29,7 @@ from jspec.sampling_params import MAX_LOGPROBS
 from jspec.speculation import step
 from jspec.speculation.drafter import Drafter
 from jspec.speculation.plan import CostModel, step_costs
-from jspec.types import StepOutput
+from jspec.types import StepInputs, StepOutput
 
 LOG = logging.getLogger("jspec")
 MAX_STEPS = 16  # of one device loop
@@ -55,7 +55,8 @@ class Engine:
     self.model, self.config, self.spec, self.drafter = model, config, spec, drafter
     self.scheduler = Scheduler(config.max_num_seqs, config.num_pages, config.page_size,
                                drafter.lookahead, config.enable_prefix_caching)
-    self._params = {"target": params, "draft": draft_params}
+    plain: dict[str, Any] = dict(max_draft=np.int32(0), lag=np.float32(EVERYBODY))
+    self._inputs = StepInputs(params, draft_params, **plain)
     self._step_config = step.StepConfig(
         model, config.widths or step.default_widths(config.max_num_seqs, drafter.num_nodes),
         cost, MAX_LOGPROBS, devices.execution, spec.verification,
@@ -267,11 +268,11 @@ class Engine:
     is_last = count == left
     if left or not request.tokens:
       draws = is_last and not request.tokens
-      params, chunk = self._step_params(1, EVERYBODY, True), prompt_chunk(tenant, size, count)
-      first, hidden = self.device.prefill(size, params, tenant.slot, chunk, count, draws)
+      inputs, chunk = self._step_inputs(1, EVERYBODY, True), prompt_chunk(tenant, size, count)
+      first, hidden = self.device.prefill(size, inputs, tenant.slot, chunk, count, draws)
       scored = range(tenant.done + 1, min(tenant.done + count + 1, len(request.prompt_ids)))
       if scored and request.lacks_prompt_logprobs:
-        scores = self.device.scores(size, params, hidden, chunk)
+        scores = self.device.scores(size, inputs, hidden, chunk)
         self._flights.append(Flight({tenant.slot: tenant}, scores, scored=scored))
       if draws:
         self._flights.append(Flight({tenant.slot: tenant}, first))
@@ -333,7 +334,7 @@ class Engine:
     if self._step_config.measured:
       drafting = drafting and self._goodput.drafts(len(active))
     compiled, started = self.traces.get("step"), time.perf_counter()
-    out = self.device.run(self._step_params(len(active), lag, drafting), num_steps)
+    out = self.device.run(self._step_inputs(len(active), lag, drafting), num_steps)
     alone = self._alone and self.traces["step"] == compiled
     num_tokens = num_steps * (self.drafter.max_depth + 1)
     for tenant in active.values():
@@ -361,7 +362,7 @@ class Engine:
     for slot, request in running.items():
       with self._blaming(request):
         ends[slot] = request.last_tokens(feed.context)
-    self._fed, self._params["draft"] = running, feed.params(ends)
+    self._fed, self._inputs = running, self._inputs.replace(draft=feed.params(ends))
 
   def _collect(self, tenant: Tenant) -> np.ndarray:
     """What the drafter kept of every token but the last, which no pass has seen."""
@@ -370,12 +371,10 @@ class Engine:
     return self.drafter.collect(self.device.state.draft, self._table.rows[tenant.slot],
                                 tenant.committed)
 
-  def _step_params(self, num_running: int, lag: float, drafting: bool) -> dict[str, Any]:
+  def _step_inputs(self, num_running: int, lag: float, drafting: bool) -> StepInputs:
     most = self.spec.draft_tokens_at(num_running) if drafting else 0
-    params = {**self._params, "max_draft": np.int32(most), "lag": np.float32(lag)}
-    if self._step_config.measured:
-      params["cost"] = self._goodput.correction(drafting)
-    return params
+    cost = self._goodput.correction(drafting) if self._step_config.measured else None
+    return self._inputs.replace(max_draft=np.int32(most), lag=np.float32(lag), cost=cost)
 
   def warm_up(self) -> Iterator[str]:
     """Compiles every program and, for dynamic speculation, times every width of the step.
@@ -384,13 +383,13 @@ class Engine:
     """
     if self.busy:
       raise ValueError("warm_up is for an engine without requests")
-    params = self._step_params(1, EVERYBODY, False)
-    yield from self.device.warm_up(params)
+    inputs = self._step_inputs(1, EVERYBODY, False)
+    yield from self.device.warm_up(inputs)
     if self._step_config.measured:
       yield "step times"
-      self._goodput.prime(self.device.step_seconds(params))
+      self._goodput.prime(self.device.step_seconds(inputs))
     self.device.release(0)
 
   def compiled_step(self, compiler_options: dict[str, Any] | None = None) -> Any:
     """The step, lowered and compiled for the engine's shapes: for memory and cost analysis."""
-    return self.device.compiled_step(self._step_params(1, EVERYBODY, True), compiler_options)
+    return self.device.compiled_step(self._step_inputs(1, EVERYBODY, True), compiler_options)

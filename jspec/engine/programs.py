@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -18,11 +18,9 @@ from jspec.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 from jspec.speculation import step
 from jspec.speculation.drafter import Drafter
 from jspec.speculation.plan import StepConfig
-from jspec.types import FirstToken, PromptScores, SlotRequest, SpecState, StepOutput
+from jspec.types import FirstToken, PromptScores, SlotRequest, SpecState, StepInputs, StepOutput
 
 MEASURED_STEPS, MEASUREMENTS = 2, 5  # steps at each width, and how often
-
-Params = Mapping[str, Any]  # of make_step
 
 
 class Device:
@@ -87,23 +85,24 @@ class Device:
   def admit(self, slot: int, request: SlotRequest) -> None:
     self.state = self._admit(self.state, np.int32(slot), request)
 
-  def prefill(self, size: int, params: Params, slot: int, token: np.ndarray, count: int,
+  def prefill(self, size: int, inputs: StepInputs, slot: int, token: np.ndarray, count: int,
               draws: bool) -> tuple[FirstToken, jax.Array]:
     """The program for chunks of up to `size` tokens; see step.make_prefill."""
     if size not in self._prefills:
       self._prefills[size] = self._jit(
           f"prefill{size}", step.make_prefill(self._step_config, self._drafter, size), 6, 1)
-    self.state, out = self._prefills[size](params, self.state, np.int32(slot), token,
+    self.state, out = self._prefills[size](inputs, self.state, np.int32(slot), token,
                                            np.int32(count), np.bool_(draws))
     return out
 
-  def scores(self, size: int, params: Params, hidden: jax.Array, token: np.ndarray) -> PromptScores:
+  def scores(self, size: int, inputs: StepInputs, hidden: jax.Array,
+             token: np.ndarray) -> PromptScores:
     """Of a chunk that prefill has just read; see step.make_scores."""
     if size not in self._scores:
       score = step.make_scores(self._step_config)
       self._scores[size] = jax.jit(self._counted(f"scores{size}", score),
                                    out_shardings=self._everywhere)
-    return self._scores[size](params["target"], hidden, token)
+    return self._scores[size](inputs.target, hidden, token)
 
   def resume(self, slot: int, root: int, num_output: int) -> None:
     self.state = self._resume(self.state, np.int32(slot), np.int32(root), np.int32(num_output))
@@ -114,17 +113,17 @@ class Device:
   def put_table(self, table: np.ndarray) -> None:
     self.state = self._put_table(self.state, table)
 
-  def run(self, params: Params, num_steps: int) -> StepOutput:
+  def run(self, inputs: StepInputs, num_steps: int) -> StepOutput:
     """A device loop, under way: nobody has waited for it yet."""
-    self.state, out = self._run(params, self.state, np.int32(num_steps))
+    self.state, out = self._run(inputs, self.state, np.int32(num_steps))
     return out
 
-  def compiled_step(self, params: Params, compiler_options: dict[str, Any] | None) -> Any:
-    return self._run.lower(params, self.state, np.int32(1)).compile(compiler_options)
+  def compiled_step(self, inputs: StepInputs, compiler_options: dict[str, Any] | None) -> Any:
+    return self._run.lower(inputs, self.state, np.int32(1)).compile(compiler_options)
 
   # ------------------------------------------------------------- warm-up
 
-  def warm_up(self, params: Params) -> Iterator[str]:
+  def warm_up(self, inputs: StepInputs) -> Iterator[str]:
     """Compiles everything; yields what comes next. No slot may be in use.
 
     A request that never stops is left in slot 0, about to be answered.
@@ -142,14 +141,14 @@ class Device:
     for size in self._config.prefill_chunks:
       yield f"prefill of {size} tokens"
       token = np.zeros(size + 1, np.int32)
-      _, hidden = self.prefill(size, params, 0, token, 0, False)
-      jax.block_until_ready(self.scores(size, params, hidden, token))
+      _, hidden = self.prefill(size, inputs, 0, token, 0, False)
+      jax.block_until_ready(self.scores(size, inputs, hidden, token))
     yield "speculation step"
-    jax.block_until_ready(self.run(params, 1))
+    jax.block_until_ready(self.run(inputs, 1))
     self.release(0)
     self.resume(0, 0, 1)
 
-  def step_seconds(self, params: Params) -> np.ndarray:
+  def step_seconds(self, inputs: StepInputs) -> np.ndarray:
     """f[W], medians of measured steps at each width, nan where the drafter's step takes no orders.
 
     After warm_up, whose request is answered.
@@ -159,7 +158,7 @@ class Device:
     for width in [*range(num_widths)] * MEASUREMENTS:
       cost = np.where(np.arange(num_widths) == width, np.float32(1e-6), np.float32(1))
       start = time.perf_counter()
-      out = self.run({**params, "cost": cost}, MEASURED_STEPS)
+      out = self.run(inputs.replace(cost=cost), MEASURED_STEPS)
       ran = np.asarray(out.ran)
       if ran[width] == MEASURED_STEPS:
         seconds[width].append((time.perf_counter() - start) / MEASURED_STEPS)

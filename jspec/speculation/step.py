@@ -32,6 +32,7 @@ from jspec.types import (
   SlotRequest,
   Slots,
   SpecState,
+  StepInputs,
   StepOutput,
   Verdict,
 )
@@ -41,26 +42,22 @@ SCORED_ROWS = 64
 
 
 def make_step(config: StepConfig, drafter: Drafter) -> Callable:
-  """step(params, state) -> (state, StepOutput); params: {"target", "draft", "max_draft", "lag"}.
-
-  Where config.measured, params has "cost" too, see plan. Not jitted: the caller jits it, donating
-  the state.
+  """step(inputs, state) -> (state, StepOutput). Not jitted: the caller jits it, donating the state.
   """
-  def step(params, state: SpecState) -> tuple[SpecState, StepOutput]:
+  def step(inputs: StepInputs, state: SpecState) -> tuple[SpecState, StepOutput]:
     if config.widths[-1][0] < state.root.shape[0] * drafter.num_nodes:
       raise ValueError(f"widths {config.widths} hold no full trees of {drafter.num_nodes} nodes")
     with jax.named_scope("propose"):
-      draft, draft_state = _propose(params, state, drafter)
+      draft, draft_state = _propose(inputs, state, drafter)
       state = state.replace(draft=draft_state)
-      draft = _within_limits(draft, state, params["max_draft"], drafter.max_depth)
-    cost = params["cost"] if config.measured else None
-    keep, choice = plan(draft, state, config, params["lag"], cost)
+      draft = _within_limits(draft, state, inputs.max_draft, drafter.max_depth)
+    keep, choice = plan(draft, state, config, inputs.lag, inputs.cost)
     output = empty_output(state, drafter.max_depth + 1, drafter, config.max_logprobs,
                           len(config.widths))
     carry = state, output.replace(ran=output.ran.at[choice].set(1))
     for i, (num_rows, num_nodes) in enumerate(config.widths):
       narrow, narrow_keep = jax.tree.map(lambda x, n=num_nodes: x[:, :n], (draft, keep))
-      run = functools.partial(_advance, params, draft, narrow, narrow_keep, num_rows, config,
+      run = functools.partial(_advance, inputs, draft, narrow, narrow_keep, num_rows, config,
                               drafter)
       carry = run_if(choice == i, run, carry)
     return carry
@@ -69,21 +66,22 @@ def make_step(config: StepConfig, drafter: Drafter) -> Callable:
 
 
 def make_multi_step(config: StepConfig, drafter: Drafter, max_steps: int) -> Callable:
-  """run(params, state, num_steps) -> (state, StepOutput of up to max_steps steps).
+  """run(inputs, state, num_steps) -> (state, StepOutput of up to max_steps steps).
 
   Stops early when a slot finishes (the host may have somebody waiting) or none is active.
   """
   step = make_step(config, drafter)
   width = drafter.max_depth + 1
 
-  def run(params, state: SpecState, num_steps: jax.Array) -> tuple[SpecState, StepOutput]:
+  def run(inputs: StepInputs, state: SpecState,
+          num_steps: jax.Array) -> tuple[SpecState, StepOutput]:
     def go_on(carry):
       i, state, output = carry
       return (i < num_steps) & state.active.any() & ~output.finished.any()
 
     def body(carry):
       i, state, output = carry
-      state, new = step(params, state)
+      state, new = step(inputs, state)
       return i + 1, state, append(output, new)
 
     output = empty_output(state, max_steps * width, drafter, config.max_logprobs,
@@ -95,7 +93,7 @@ def make_multi_step(config: StepConfig, drafter: Drafter, max_steps: int) -> Cal
 
 
 def make_prefill(config: StepConfig, drafter: Drafter, num_tokens: int) -> Callable:
-  """prefill(params, state, slot, token i32[T + 1], count, is_last) -> (state, (first, hidden)).
+  """prefill(inputs, state, slot, token i32[T + 1], count, is_last) -> (state, (first, hidden)).
 
   One chunk of one slot's prompt: a chain whose tokens are all accepted. token[count] is the next
   chunk's first token; after the last chunk the first output token is drawn instead, a FirstToken.
@@ -106,12 +104,12 @@ def make_prefill(config: StepConfig, drafter: Drafter, num_tokens: int) -> Calla
   # Chunks are of fixed sizes, whoever runs beside them: their sums need no order.
   how = dataclasses.replace(config.execution, bitwise=False)
 
-  def prefill(params, state: SpecState, slot, token, count, is_last):
+  def prefill(inputs: StepInputs, state: SpecState, slot, token, count, is_last):
     slots = _slots(state, slot[None])
     mask = chain_mask(1, num_tokens)
     rows = pack(jnp.arange(num_tokens)[None] < count, num_tokens)
     hidden, feature, pages = transformer.forward(
-        params["target"], c, token[None, :-1], mask, rows, state.pages, slots.page_table,
+        inputs.target, c, token[None, :-1], mask, rows, state.pages, slots.page_table,
         slots.length, how=how, is_chain=True, feature_layers=drafter.feature_layers)
     feature = feature.astype(jnp.float32)
     page_size = pages.k[0].shape[1]
@@ -122,12 +120,12 @@ def make_prefill(config: StepConfig, drafter: Drafter, num_tokens: int) -> Calla
     end = jnp.take_along_axis(hidden, jnp.maximum(count - 1, 0)[None, None], axis=0)
     end = jnp.where(count > 0, end, kept.hidden.astype(end.dtype))
     state, first = run_if(
-        is_last, lambda carry: _emit_first(params, carry[0], slot, count, end, config),
+        is_last, lambda carry: _emit_first(inputs, carry[0], slot, count, end, config),
         (state, _no_token(token[count], config.max_logprobs)))
     at_end = jnp.arange(num_tokens) == count - 1
     committed = Committed(token[None, :-1], jnp.where(at_end, first.token, token[1:])[None],
                           feature[None], count[None])
-    draft = drafter.observe(params["draft"], state.draft, slots, committed)
+    draft = drafter.observe(inputs.draft, state.draft, slots, committed)
     return state.replace(draft=draft, length=state.length.at[slot].add(count),
                          feature=state.feature.at[slot].set(_last(committed, slots)[0])), (
                              first, hidden)
@@ -208,22 +206,22 @@ def _all_slots(state: SpecState) -> Slots:
   return _slots(state, jnp.arange(state.root.shape[0]))
 
 
-def _propose(params, state: SpecState, drafter: Drafter):
+def _propose(inputs: StepInputs, state: SpecState, drafter: Drafter):
   """The drafter's tree and state; nothing is run where no slot may draft."""
   slots = _all_slots(state)
   # A slot that runs nothing owns no pages: what is scribbled for it must not reach a tenant's.
   slots = slots.replace(
       page_table=jnp.where(state.active[:, None], slots.page_table, cache.NOWHERE))
-  run = lambda: drafter.propose(params["draft"], state.draft, state.root, slots)
+  run = lambda: drafter.propose(inputs.draft, state.draft, state.root, slots)
   shape = jax.eval_shape(run)[0]
   nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape)
   nothing = nothing.replace(token=nothing.token.at[:, 0].set(state.root),
                             parent=nothing.parent + NO_PARENT)
-  wanted = state.active & (jnp.minimum(state.max_draft, params["max_draft"]) > 0) & (
+  wanted = state.active & (jnp.minimum(state.max_draft, inputs.max_draft) > 0) & (
       state.limit - state.num_output > 1)
   return run_if(
       wanted.any(),
-      lambda carry: drafter.propose(params["draft"], carry[1], state.root, slots),
+      lambda carry: drafter.propose(inputs.draft, carry[1], state.root, slots),
       (nothing, state.draft))
 
 
@@ -235,7 +233,7 @@ def _within_limits(draft: DraftTree, state: SpecState, max_draft, max_depth: int
   return draft.replace(parent=jnp.where(allowed, draft.parent, NO_PARENT))
 
 
-def _advance(params, proposal: DraftTree, draft: DraftTree, keep, num_rows: int,
+def _advance(inputs: StepInputs, proposal: DraftTree, draft: DraftTree, keep, num_rows: int,
              config: StepConfig, drafter: Drafter, carry: tuple[SpecState, StepOutput]):
   """Forward, verify, commit and observe at one width."""
   state, output = carry
@@ -244,10 +242,10 @@ def _advance(params, proposal: DraftTree, draft: DraftTree, keep, num_rows: int,
   rows = pack(keep, num_rows)
   with jax.named_scope("forward"):
     hidden, feature, pages = transformer.forward(
-        params["target"], config.model, draft.token, mask, rows, state.pages, state.page_table,
+        inputs.target, config.model, draft.token, mask, rows, state.pages, state.page_table,
         state.length, how=config.execution, is_chain=drafter.is_chain,
         feature_layers=drafter.feature_layers)
-    logits = transformer.logits(params["target"], config.model, hidden, config.execution)
+    logits = transformer.logits(inputs.target, config.model, hidden, config.execution)
   with jax.named_scope("verify"):
     verdict, broken = judge(logits, draft, mask, rows, state, drafter.sampled, config.verification)
     verdict = verdict.replace(path=verdict.path[:, :drafter.max_depth + 1])
@@ -263,7 +261,7 @@ def _advance(params, proposal: DraftTree, draft: DraftTree, keep, num_rows: int,
                       finished, failed, state)
   with jax.named_scope("observe"):
     slots = _all_slots(state)
-    draft_state = drafter.observe(params["draft"], state.draft, slots, committed)
+    draft_state = drafter.observe(inputs.draft, state.draft, slots, committed)
     state = state.replace(pages=pages, tails=tails, draft=draft_state,
                           feature=_last(committed, slots))
     state = _update(state, proposal, draft, verdict, committed, finished)
@@ -304,10 +302,10 @@ def _update(state: SpecState, proposal: DraftTree, draft: DraftTree, verdict: Ve
       sampling=sampling.record(state.sampling, committed.next_token, count))
 
 
-def _emit_first(params, state: SpecState, slot, count, hidden, config: StepConfig):
+def _emit_first(inputs: StepInputs, state: SpecState, slot, count, hidden, config: StepConfig):
   """Draws the token after the prompt, as the slot's root."""
   s = state.sampling
-  logits = transformer.logits(params["target"], config.model, hidden, config.execution)
+  logits = transformer.logits(inputs.target, config.model, hidden, config.execution)
   position = (state.length[slot] + count)[None]
   u = sampling.uniforms(state.key[slot][None], position, sampling.TARGET)
   zero = jnp.zeros(1, jnp.int32)

@@ -132,13 +132,14 @@ def test_a_stream_shows_them_once_they_are_all_there(monkeypatch):
 
 def test_of_a_prompt_with_broken_logits_there_are_none(monkeypatch):
   llm = tiny_llm("none")
-  target = llm.engine._params["target"]
+  target = llm.engine._inputs.target
   good, bad = IDS[:20], IDS[:20]
   bad[13] = next(t for t in range(5, 64) if t not in good)
   before = llm.engine.stats().corrupted_requests
   with monkeypatch.context() as patch:
     embed = target["embed"].at[bad[13]].set(jnp.nan)
-    patch.setitem(llm.engine._params, "target", {**target, "embed": embed})
+    patch.setattr(llm.engine, "_inputs",
+                  llm.engine._inputs.replace(target={**target, "embed": embed}))
     failed, fine = llm.generate([bad, good], greedy(max_tokens=0, prompt_logprobs=2))
   assert failed.finish_reason == "error" and failed.prompt_logprobs is None
   assert "NaN or infinite logits for tokens of the prompt" in failed.outputs[0].stop_reason

@@ -223,7 +223,7 @@ def test_a_step_accepts_what_calibration_counts(monkeypatch):
           for w, prompt in zip(whole, prompts, strict=True)]
 
   params = fitted(np.concatenate(hidden), np.concatenate(true))
-  rig = dataclasses.replace(rig, params=rig.params | {"draft": params})
+  rig = dataclasses.replace(rig, params=rig.params.replace(draft=params))
   again, outputs = tiny.generate(rig, tiny.start(rig, prompts), 40)
   assert again == texts
   likeliest = jax.jit(lambda hidden: calibration.likeliest(params, config, tiny.TARGET, hidden, 1))

@@ -167,7 +167,7 @@ class Feed:
 @pytest.mark.parametrize("check", [check_offline, check_serving], ids=["offline", "serving"])
 def test_the_text_that_a_drafter_is_fed(check, llm, expected, monkeypatch):
   engine = llm.engine
-  feed = Feed(engine._params["draft"])
+  feed = Feed(engine._inputs.draft)
   monkeypatch.setattr(engine, "drafter", engine.drafter._replace(feed=feed))
   raise_at(monkeypatch, Request, "last_tokens", 2, lambda request, count: of_request(request))
   check(llm, expected)
@@ -177,7 +177,7 @@ def test_the_text_that_a_drafter_is_fed(check, llm, expected, monkeypatch):
 def test_an_answer_that_is_complete_counts_whatever_happens_afterwards(llm, monkeypatch):
   [expected] = llm.generate("on the one", FAILING)
   before = dict(llm.engine.stats().finished)
-  feed = Feed(llm.engine._params["draft"])
+  feed = Feed(llm.engine._inputs.draft)
   raise_at(monkeypatch, feed, "finished", 0, lambda *_: True)
   monkeypatch.setattr(llm.engine, "drafter", llm.engine.drafter._replace(feed=feed))
   assert plain(llm.generate("on the one", FAILING)) == plain([expected])

@@ -19,7 +19,7 @@ from jspec.drafters.eagle import eagle, eagle_dynamic
 from jspec.drafters.medusa import medusa
 from jspec.drafters.mlp_speculator import mlp_speculator
 from jspec.speculation import step, tree
-from jspec.types import SlotRequest
+from jspec.types import SlotRequest, StepInputs
 
 STEPS = 200
 
@@ -38,8 +38,7 @@ PROMPTS = [[1, 2, 3, 4, 5], [7, 3, 1, 0], [4] * 11] * 3  # inside a page, at its
 
 def run(rig, draft_params, target, temperature=0.0, seed=0):
   """The output of 200 steps, the texts, roots first, and the final state."""
-  params = {"target": target, "draft": draft_params, "max_draft": jnp.int32(99),
-            "lag": jnp.float32(1000)}
+  params = StepInputs(target, draft_params, jnp.int32(99), jnp.float32(1000))
   b, longest = len(PROMPTS), 11 + STEPS * (rig.drafter.max_depth + 1)
   table, num_pages = tiny.page_table(b, rig.drafter.lookahead, longest)
   whole = lambda x: jnp.full(b, x, jnp.int32)

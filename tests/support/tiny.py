@@ -22,7 +22,7 @@ from jspec.pallas import reference
 from jspec.speculation import step
 from jspec.speculation.drafter import Drafter
 from jspec.speculation.plan import CostModel, StepConfig
-from jspec.types import PAD_TOKEN, SlotRequest, Slots, SpecState
+from jspec.types import PAD_TOKEN, SlotRequest, Slots, SpecState, StepInputs
 
 __all__ = ["CASES", "DRAFT", "MAX_LEN", "PAGE", "TARGET", "VOCAB", "params_of", "target_params"]
 
@@ -106,8 +106,7 @@ class Rig:
 def rig(name: str, num_slots: int, widths=None, rows_per_pass=1e9,
         attend: Attend = reference.paged_attention) -> Rig:
   drafter, draft_params = CASES[name](TARGET, attend)
-  params = {"target": target_params(), "draft": draft_params, "max_draft": jnp.int32(99),
-            "lag": jnp.float32(1000)}
+  params = StepInputs(target_params(), draft_params, jnp.int32(99), jnp.float32(1000))
   config = step_config(drafter, num_slots, widths, rows_per_pass, attend)
   return Rig(config, drafter, params, num_slots, *_programs(config, drafter))
 
