@@ -7,7 +7,8 @@ the batch and the text lengths of the moment (as in SmartSpec, Liu et al. 2024).
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+import time
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -123,6 +124,46 @@ class Goodput:
     rate = self._rate[drafting]
     ratio = rate / rate.mean() if rate.any() else np.ones(len(rate))
     return ratio.astype(np.float32)
+
+
+class Clock:
+  """Times an engine's device loops, for Goodput.
+
+  Args:
+    goodput: learns from them; None where steps cost what was predicted.
+  """
+
+  def __init__(self, goodput: Goodput | None):
+    self.goodput = goodput
+    self._landed = 0.0  # when the last loop's results were there
+    self._alone = False  # whether nothing but loops was started since the last one
+
+  def disturb(self) -> None:
+    """The device was given something beside loops."""
+    self._alone = False
+
+  def begin(self, compiled: bool) -> bool:
+    """A loop was started. Whether the time until it lands will be that of its steps alone."""
+    alone, self._alone = self._alone and not compiled, True
+    return alone
+
+  def land(self, flight: Any, out: Any) -> None:
+    """A loop's results are there: a Flight, and its StepOutput in numpy."""
+    now = time.perf_counter()
+    seconds, self._landed = now - max(flight.started, self._landed), now
+    if self.goodput is not None:
+      length = max(tenant.committed for tenant in flight.tenants.values())
+      self.goodput.observe(Loop(
+          flight.drafting, np.asarray(out.ran), length, seconds, int(out.num_tokens.sum()),
+          int(out.num_steps.sum()), len(flight.tenants), flight.alone))
+
+  def drafts(self, batch: int) -> bool:
+    """Whether drafting pays for so many slots, as far as is known."""
+    return self.goodput is None or self.goodput.drafts(batch)
+
+  def correction(self, drafting: bool) -> np.ndarray | None:
+    """f32[W], see Goodput; None where nothing is measured."""
+    return None if self.goodput is None else self.goodput.correction(drafting)
 
 
 def _average(old: float, new: float) -> float:

@@ -99,7 +99,7 @@ def test_after_a_preemption_at_any_turn(method, monkeypatch):
   """While its prompt is read, with scores on their way, and while it is answered."""
   llm = tiny_llm(method)
   engine = llm.engine
-  monkeypatch.setattr(engine, "config", dataclasses.replace(
+  monkeypatch.setattr(engine.prompts, "config", dataclasses.replace(
       engine.config, max_num_batched_tokens=16, prefill_chunks=(16,)))
   params = greedy(max_tokens=12, ignore_eos=True, prompt_logprobs=2)
   [want] = llm.generate([IDS], params)
@@ -123,7 +123,7 @@ def test_after_a_preemption_at_any_turn(method, monkeypatch):
 
 def test_a_stream_shows_them_once_they_are_all_there(monkeypatch):
   llm = tiny_llm("ngram")
-  monkeypatch.setattr(llm.engine, "config", dataclasses.replace(
+  monkeypatch.setattr(llm.engine.prompts, "config", dataclasses.replace(
       llm.engine.config, max_num_batched_tokens=16, prefill_chunks=(16,)))
   snapshots = list(llm.stream([IDS], greedy(max_tokens=5, prompt_logprobs=2)))
   assert len(snapshots) > 1
@@ -132,14 +132,13 @@ def test_a_stream_shows_them_once_they_are_all_there(monkeypatch):
 
 def test_of_a_prompt_with_broken_logits_there_are_none(monkeypatch):
   llm = tiny_llm("none")
-  target = llm.engine._inputs.target
+  target = llm.engine.inputs.target
   good, bad = IDS[:20], IDS[:20]
   bad[13] = next(t for t in range(5, 64) if t not in good)
   before = llm.engine.stats().corrupted_requests
   with monkeypatch.context() as patch:
     embed = target["embed"].at[bad[13]].set(jnp.nan)
-    patch.setattr(llm.engine, "_inputs",
-                  llm.engine._inputs.replace(target={**target, "embed": embed}))
+    patch.setattr(llm.engine.inputs, "target", {**target, "embed": embed})
     failed, fine = llm.generate([bad, good], greedy(max_tokens=0, prompt_logprobs=2))
   assert failed.finish_reason == "error" and failed.prompt_logprobs is None
   assert "NaN or infinite logits for tokens of the prompt" in failed.outputs[0].stop_reason

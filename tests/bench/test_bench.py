@@ -152,9 +152,9 @@ def test_prompts_are_new_to_an_engine_in_every_run_unless_it_is_to_be_warm(warm,
 def test_what_an_llm_has_learned_of_earlier_prompts_it_forgets(monkeypatch):
   """Pages, and what drafters keep of outputs; not while a request runs."""
   llm, forgotten = tiny_llm("ngram"), []
-  feed = Feed(lambda texts: llm.engine._inputs.draft, 1, lambda prompt, output: None,
+  feed = Feed(lambda texts: llm.engine.inputs.draft, 1, lambda prompt, output: None,
               lambda: forgotten.append(True))
-  monkeypatch.setattr(llm.engine, "drafter", llm.engine.drafter._replace(feed=feed))
+  monkeypatch.setattr(llm.engine.inputs, "feed", feed)
   prompt = [*range(30, 50)]
   cached = lambda: llm.generate([prompt], greedy(max_tokens=2))[0].num_cached_tokens
   cached()

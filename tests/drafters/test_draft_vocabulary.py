@@ -95,7 +95,7 @@ def test_padded_models_of_one_tokenizer_draft_for_each_other(monkeypatch, of_tar
   llm = LLM(padded(of_target, NAME), progress=False, **OPTIONS,
             speculative_config={"method": "draft_model", "model": "org/draft",
                                 "num_speculative_tokens": 3})
-  params = llm.engine._inputs.draft
+  params = llm.engine.inputs.draft
   assert params["embed"].shape[0] == params["head"]["w"].shape[1] == of_target
   if (of_target, of_draft) == (80, 64):  # one is enough: each is a program
     text = [5, 6, 7, 8]

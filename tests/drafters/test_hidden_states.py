@@ -64,5 +64,6 @@ def test_drafts_are_verified_whole_where_their_length_is_not_adaptive(adaptive, 
 
 
 def test_the_engine_passes_the_choice_on():
-  llm = make({"method": "ngram", "adaptive_draft_length": False})
-  assert not llm.engine._step_config.adaptive and make(None).engine._step_config.adaptive
+  adaptive = lambda llm: llm.engine.device._step_config.adaptive
+  assert not adaptive(make({"method": "ngram", "adaptive_draft_length": False}))
+  assert adaptive(make(None))

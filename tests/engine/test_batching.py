@@ -107,7 +107,7 @@ def test_measured_costs_change_no_text():
         work[i].params, num_speculative_tokens=0))
     same(output, alone.outputs[0])
   assert set(llm.engine.traces.values()) == {1} and is_idle(llm)
-  loses = llm.engine._goodput
+  loses = llm.engine.inputs.clock.goodput
   loses.drafts = lambda batch: False
   (out,) = llm.generate("abc abc abc abc", greedy(max_tokens=30, ignore_eos=True))
   assert out.speculation.num_drafts == 0
@@ -220,7 +220,7 @@ def test_the_outputs_of_one_prompt_share_it(llm):
 
 
 def test_as_many_answers_as_helpings_have_tokens_do_not_starve_a_prompt(llm, monkeypatch):
-  monkeypatch.setattr(llm.engine, "config", dataclasses.replace(
+  monkeypatch.setattr(llm.engine.prompts, "config", dataclasses.replace(
       llm.engine.config, max_num_batched_tokens=1))
   running = [llm.prepare("in", greedy(max_tokens=60, ignore_eos=True)).requests[0]
              for _ in range(3)]

@@ -14,6 +14,7 @@ from jspec import AsyncLLM, EngineDead, RequestFailed, SamplingParams
 from jspec.bench.runner import llm_engine
 from jspec.cli import terminal
 from jspec.engine import loop as engine_module
+from jspec.engine import prompts as prompts_module
 from jspec.engine import request as request_module
 from jspec.engine.limits import check_tokenizer
 from jspec.engine.programs import Device
@@ -42,8 +43,8 @@ SITES = {  # what is made to raise, at which of its calls for the failing reques
   "admission": (Scheduler, "_place", 0, lambda _, order, request: of_request(request)),
   "begin": (Scheduler, "begin", 0, lambda _, tenant: of_tenant(tenant)),
   "key": (Device, "key", 0, lambda _, seed, number: seed == SEED),
-  "row": (engine_module, "slot_request", 0, lambda tenant, *_: of_tenant(tenant)),
-  "chunk": (engine_module, "prompt_chunk", 0, lambda tenant, *_: of_tenant(tenant)),
+  "row": (prompts_module, "slot_request", 0, lambda tenant, *_: of_tenant(tenant)),
+  "chunk": (prompts_module, "prompt_chunk", 0, lambda tenant, *_: of_tenant(tenant)),
   "publish": (Scheduler, "publish", 0, lambda _, tenant: of_tenant(tenant)),
   "pages": (Scheduler, "grow", 1, lambda _, tenant, num: of_tenant(tenant)),
   "first token": (engine_module, "hand_over", 0, lambda request, *_: of_request(request)),
@@ -167,8 +168,8 @@ class Feed:
 @pytest.mark.parametrize("check", [check_offline, check_serving], ids=["offline", "serving"])
 def test_the_text_that_a_drafter_is_fed(check, llm, expected, monkeypatch):
   engine = llm.engine
-  feed = Feed(engine._inputs.draft)
-  monkeypatch.setattr(engine, "drafter", engine.drafter._replace(feed=feed))
+  feed = Feed(engine.inputs.draft)
+  monkeypatch.setattr(engine.inputs, "feed", feed)
   raise_at(monkeypatch, Request, "last_tokens", 2, lambda request, count: of_request(request))
   check(llm, expected)
   assert len(feed.texts) == len(expected)
@@ -177,9 +178,9 @@ def test_the_text_that_a_drafter_is_fed(check, llm, expected, monkeypatch):
 def test_an_answer_that_is_complete_counts_whatever_happens_afterwards(llm, monkeypatch):
   [expected] = llm.generate("on the one", FAILING)
   before = dict(llm.engine.stats().finished)
-  feed = Feed(llm.engine._inputs.draft)
+  feed = Feed(llm.engine.inputs.draft)
   raise_at(monkeypatch, feed, "finished", 0, lambda *_: True)
-  monkeypatch.setattr(llm.engine, "drafter", llm.engine.drafter._replace(feed=feed))
+  monkeypatch.setattr(llm.engine.inputs, "feed", feed)
   assert plain(llm.generate("on the one", FAILING)) == plain([expected])
   assert dict(llm.engine.stats().finished) == before | {"length": before["length"] + 1}
 

@@ -107,10 +107,9 @@ def plain(outputs):
 
 def poison(monkeypatch, llm, token):
   """NaN for whoever reads the token: its row of the embedding."""
-  target = llm.engine._inputs.target
+  target = llm.engine.inputs.target
   embed = target["embed"].at[token].set(jnp.nan)
-  monkeypatch.setattr(llm.engine, "_inputs",
-                      llm.engine._inputs.replace(target={**target, "embed": embed}))
+  monkeypatch.setattr(llm.engine.inputs, "target", {**target, "embed": embed})
 
 
 def unused(llm, *outputs):
