@@ -131,7 +131,7 @@ def test_it_lists_models_and_an_embedded_one_writes(python, tmp_path):
   assert "smollm2-135m-instruct" in run(python.parent / "jspec", "models", cwd=tmp_path)
   said = run(python.parent / "jspec", "generate", "--raw", "One, two, three,", "--temperature", "0",
              "--max-tokens", "4", "--max-model-len", "64", "--no-speculation", cwd=tmp_path)
-  assert "four, five" in said
+  assert "four" in said
 
 
 def test_it_serves(python, tiny_folder, tmp_path):
@@ -142,7 +142,7 @@ def test_it_serves(python, tiny_folder, tmp_path):
     flags = ["--model", sys.argv[1], "--port", "0", "--grpc-port", "0", "--max-num-seqs", "2",
              "--max-model-len", "64", "--no-speculation"]
     with ServerProcess(flags) as server:
-      body = {"model": sys.argv[1], "prompt": "the", "max_tokens": 3, "ignore_eos": True}
+      body = {"model": "tiny", "prompt": "the", "max_tokens": 3, "ignore_eos": True}
       asked = urllib.request.Request(f"{server.url}/v1/completions", json.dumps(body).encode(),
                                      {"Content-Type": "application/json"})
       print(urllib.request.urlopen(asked, timeout=60).read().decode())
