@@ -130,6 +130,12 @@ def config_of(texts, folder, name="medusa", **fields):
   return configuration.from_dict(tree | fields)
 
 
+@pytest.fixture
+def unmeasured(monkeypatch):
+  """Heads are not tried in the engine: its compilation takes longer than all else."""
+  monkeypatch.setattr(train, "_prompts", lambda *_: [])
+
+
 @pytest.mark.parametrize("name", [  # a compilation of the engine each
     pytest.param(name, marks=pytest.mark.slow) if name in ("eagle", "medusa") else name
     for name in METHODS])
@@ -156,7 +162,9 @@ def test_prompts_are_learnt_on_request_and_never_judged(learn, texts, tmp_path):
 
 def test_an_interrupted_run_goes_on_to_the_same_head(texts, tmp_path, monkeypatch, capsys):
   fields = dict(draft_vocab_size=32, ema=0.5, checkpoint={"every": 5})
-  whole = train.train(config_of(texts, tmp_path / "a", "eagle3", **fields), tiny_model())
+  with monkeypatch.context() as patch:  # `resumed` is measured in the engine
+    patch.setattr(train, "_prompts", lambda *_: [])
+    whole = train.train(config_of(texts, tmp_path / "a", "eagle3", **fields), tiny_model())
   config = config_of(texts, tmp_path / "b", "eagle3", **fields)
   monkeypatch.setattr(train.metrics.Log, "write", _killing_at(4))
   with pytest.raises(KeyboardInterrupt):
@@ -199,7 +207,7 @@ def test_a_run_that_diverges_keeps_its_last_good_checkpoint(texts, tmp_path):
   assert Checkpoints(config.checkpoint_folder, read_only=True).latest() in (None, 2)
 
 
-def test_a_head_can_start_from_an_exported_one(texts, tmp_path):
+def test_a_head_can_start_from_an_exported_one(texts, tmp_path, unmeasured):
   config = config_of(texts, tmp_path / "a", "eagle3", draft_vocab_size=32)
   train.train(config, tiny_model())
   more = dataclasses.replace(config, output=str(tmp_path / "b"), steps=1,
@@ -227,7 +235,7 @@ def test_bad_configurations_are_refused_before_training(change, message, texts, 
     train.train(config_of(texts, tmp_path, "eagle3", **change), tiny_model())
 
 
-def test_a_head_that_computes_something_else_is_no_start(texts, tmp_path):
+def test_a_head_that_computes_something_else_is_no_start(texts, tmp_path, unmeasured):
   config = config_of(texts, tmp_path / "a", "eagle3", draft_vocab_size=32, steps=1)
   train.train(config, tiny_model())
   other = lambda **fields: dataclasses.replace(
@@ -258,7 +266,7 @@ def test_every_method_has_a_row_in_both_tables():
   assert configuration.METHODS == tuple(METHODS)
 
 
-def test_a_checkpoint_of_another_target_or_other_data_is_refused(texts, tmp_path):
+def test_a_checkpoint_of_another_target_or_other_data_is_refused(texts, tmp_path, unmeasured):
   config = config_of(texts, tmp_path, steps=2)
   train.train(config, tiny_model())
   with pytest.raises(ValueError, match="target"):
