@@ -19,6 +19,7 @@ from jspec.config import EngineConfig, Verification
 from jspec.engine.programs import initial_state
 from jspec.speculation import step
 from jspec.speculation.drafter import Drafter
+from jspec.speculation.plan import default_widths
 from jspec.types import NO_PARENT, DraftTree, StepInputs
 
 DRAFTS = (0, 3, 7)
@@ -49,7 +50,7 @@ def main():
   drafter = drafter_of(max(DRAFTS))
   engine = EngineConfig(max_num_seqs=1, num_pages=16, max_model_len=2048)
   # Under this rule drafts are verified whole, however often they were wrong; none of them passes.
-  config = step.StepConfig(target.config, step.default_widths(1, drafter.num_nodes),
+  config = step.StepConfig(target.config, default_widths(1, drafter.num_nodes),
                            verification=Verification("lossy_synthetic", rates=(0.0,) * max(DRAFTS)))
   traces = []
   multi = step.make_multi_step(config, drafter, arguments.steps)

@@ -27,7 +27,7 @@ from jspec.outputs import EngineStats, SpeculativeStats
 from jspec.sampling_params import MAX_LOGPROBS
 from jspec.speculation import step
 from jspec.speculation.drafter import Drafter
-from jspec.speculation.plan import CostModel, step_costs
+from jspec.speculation.plan import CostModel, default_widths, step_costs
 from jspec.types import StepOutput
 
 LOG = logging.getLogger("jspec")
@@ -54,7 +54,7 @@ class Engine:
     self.scheduler = Scheduler(config.max_num_seqs, config.num_pages, config.page_size,
                                drafter.lookahead, config.enable_prefix_caching)
     steps = step.StepConfig(
-        model, config.widths or step.default_widths(config.max_num_seqs, drafter.num_nodes),
+        model, config.widths or default_widths(config.max_num_seqs, drafter.num_nodes),
         cost, MAX_LOGPROBS, devices.execution, spec.verification,
         spec.adaptive_draft_length, config.dynamic_speculation)
     goodput = Goodput(np.array([rows for rows, _ in steps.widths]),

@@ -67,7 +67,8 @@ def default_widths(num_slots: int, num_nodes: int) -> tuple[tuple[int, int], ...
   if num_slots == 1:
     return tuple((n, n) for n in sorted({1, min(4, num_nodes), num_nodes}))
   widths = [(1, 1), (2, min(4, num_nodes)), (4, num_nodes), (num_nodes, num_nodes)]
-  return tuple((num_slots * f, n) for f, n in widths if f < num_nodes or f == num_nodes == n)
+  return tuple(dict.fromkeys(
+      (num_slots * f, n) for f, n in widths if f < num_nodes or f == num_nodes == n))
 
 
 def cpu_widths(num_slots: int, num_nodes: int) -> tuple[tuple[int, int], ...]:

@@ -21,7 +21,6 @@ from jspec.speculation import sampling, tree
 from jspec.speculation.drafter import Drafter
 from jspec.speculation.judge import judge
 from jspec.speculation.plan import PRIOR, StepConfig, learned, plan
-from jspec.speculation.plan import default_widths as default_widths
 from jspec.speculation.step_output import append, describe, empty_output
 from jspec.types import (
   NO_PARENT,

@@ -76,7 +76,7 @@ def test_a_family_needs_one_file_and_one_row_to_load_its_safetensors(dummy):
       "mlp.up_proj": (48, 32), "mlp.down_proj": (32, 48)}.items()}
   tensors = {f"whole.body.{name}.weight": rng.normal(size=shape).astype(np.float32)
              for name, shape in shapes.items()}
-  tensors |= {"whole.lm_head.weight": tensors["whole.body.words.weight"] + 1,
+  tensors |= {"whole.body.lm_head.weight": tensors["whole.body.words.weight"] + 1,
               "ears.left": np.zeros(3, np.float32)}
   safetensors.numpy.save_file(tensors, dummy / "model.safetensors")
   params = load_params(dummy, config)
@@ -85,7 +85,7 @@ def test_a_family_needs_one_file_and_one_row_to_load_its_safetensors(dummy):
                                 tensors[first + "attn.query.weight"].T)
   np.testing.assert_array_equal(params["layers"][0]["attn_norm"]["scale"],
                                 tensors[first + "before.weight"] + np.float32(0.5))
-  np.testing.assert_array_equal(params["head"]["w"], tensors["whole.lm_head.weight"].T)
+  np.testing.assert_array_equal(params["head"]["w"], tensors["whole.body.lm_head.weight"].T)
   safetensors.numpy.save_file(tensors | {"eyes.left": np.zeros(3, np.float32)},
                               dummy / "model.safetensors")
   with pytest.raises(WeightsError, match="a dummy model with this config has no tensor eyes.left"):

@@ -258,24 +258,23 @@ MUTANTS = {  # by the drafter that shows it
 
 @functools.cache
 def _mutable_step(name):
-  """step(params, state) of one width, in which params["mutant"] is wrong: one program for all."""
+  """step(inputs, mutant, state) of one width, with what `mutant` says wrong: one for all."""
   drafter = tiny.rig(name, B).drafter
   n = drafter.num_nodes
   honest = step.make_step(tiny.step_config(drafter, B, ((B * n, n),)), drafter)
 
-  def run(params, state):
+  def run(inputs, mutants, state):
     with pytest.MonkeyPatch.context() as patch:  # while it is traced
       for mutant, (module, attribute, change) in MUTANTS[name].items():
-        patch.setattr(module, attribute, change(getattr(module, attribute),
-                                                params["mutant"][mutant]))
-      return honest(params, state)
+        patch.setattr(module, attribute, change(getattr(module, attribute), mutants[mutant]))
+      return honest(inputs, state)
 
-  return jax.jit(run, donate_argnums=1)
+  return jax.jit(run, donate_argnums=2)
 
 
 def mutated_step(name, mutant=None):
   on = {other: jnp.bool_(other == mutant) for other in MUTANTS[name]}
-  return lambda params, state: _mutable_step(name)({**params, "mutant": on}, state)
+  return lambda inputs, state: _mutable_step(name)(inputs, on, state)
 
 
 @pytest.mark.parametrize("name, mutant", [
