@@ -66,9 +66,9 @@ def default_widths(num_slots: int, num_nodes: int) -> tuple[tuple[int, int], ...
   """Plain decoding, then more rows up to every node of every slot: a few, as each is compiled."""
   if num_slots == 1:
     return tuple((n, n) for n in sorted({1, min(4, num_nodes), num_nodes}))
-  widths = [(1, 1), (2, min(4, num_nodes)), (4, num_nodes), (num_nodes, num_nodes)]
-  return tuple(dict.fromkeys(
-      (num_slots * f, n) for f, n in widths if f < num_nodes or f == num_nodes == n))
+  narrower = [(1, 1), (2, min(4, num_nodes)), (4, num_nodes)]
+  return (*((num_slots * f, n) for f, n in narrower if f < num_nodes),
+          (num_slots * num_nodes, num_nodes))
 
 
 def cpu_widths(num_slots: int, num_nodes: int) -> tuple[tuple[int, int], ...]:

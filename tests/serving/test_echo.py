@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Iterator
 
 import pytest
@@ -30,13 +29,6 @@ def llm(server) -> LLM:
   return server.service.engine.llm
 
 
-def chunks(server: Running, path: str, **fields) -> list[dict]:
-  body = server.post(path, stream=True, **fields).text
-  lines = [line.removeprefix("data: ") for line in body.splitlines() if line.startswith("data: ")]
-  assert lines.pop() == "[DONE]"
-  return [json.loads(line) for line in lines]
-
-
 PROMPT = "the cat é and the hat"
 
 
@@ -54,7 +46,7 @@ def test_an_echo_of_what_was_generated_has_the_same_log_probabilities(server, ll
   ids = llm.encode(PROMPT) + written["token_ids"]
   fields = dict(prompt=ids, echo=True, logprobs=2, max_tokens=0, temperature=0)
   if stream:
-    parts = [c["choices"][0] for c in chunks(server, COMPLETIONS, **fields)]
+    parts = [c["choices"][0] for c in server.chunks(COMPLETIONS, **fields)]
     got = parts[0]["logprobs"]
     text, end = "".join(p["text"] for p in parts), parts[-1]["finish_reason"]
   else:
@@ -85,7 +77,7 @@ def test_an_echo_joins_the_prompts_log_probabilities_and_the_texts(server, llm, 
     offsets = [at + len(PROMPT) for at in written["logprobs"]["text_offset"]]
     assert got["text_offset"][count:] == offsets
   joined: dict[str, list] = {name: [] for name in got}
-  for chunk in chunks(server, COMPLETIONS, **fields | {"n": 1}):
+  for chunk in server.chunks(COMPLETIONS, **fields | {"n": 1}):
     for name, values in (chunk["choices"][0]["logprobs"] or {}).items():
       joined[name] += values
   assert joined["text_offset"] == got["text_offset"] and joined["tokens"] == got["tokens"]

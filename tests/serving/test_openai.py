@@ -83,9 +83,8 @@ def server(llm, expected) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def client(server) -> Iterator[openai.OpenAI]:
-  with httpx.Client(trust_env=False) as transport:
-    yield openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0,
-                        http_client=transport)
+  with server.openai() as client:
+    yield client
 
 
 def split(fields: dict) -> dict:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
-import httpx
 import openai
 import pytest
 from http_running import MODEL, Running, error_of, running
@@ -40,9 +39,8 @@ def server(expected) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def client(server) -> Iterator[openai.OpenAI]:
-  with httpx.Client(trust_env=False) as transport:
-    yield openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0,
-                        http_client=transport)
+  with server.openai() as client:
+    yield client
 
 
 def test_a_response_is_what_llm_chats(client, expected):

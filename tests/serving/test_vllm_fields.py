@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 
 import pytest
@@ -27,26 +26,19 @@ def llm(server) -> LLM:
   return server.service.engine.llm
 
 
-def chunks(server: Running, path: str, **fields) -> list[dict]:
-  body = server.post(path, stream=True, **fields).text
-  lines = [line.removeprefix("data: ") for line in body.splitlines() if line.startswith("data: ")]
-  assert lines.pop() == "[DONE]"
-  return [json.loads(line) for line in lines]
-
-
 @pytest.mark.parametrize("path, own", [(COMPLETIONS, {"prompt": "the cat"}),
                                        (CHAT, {"messages": USER})])
 def test_usage_in_every_chunk_grows_to_the_last_one(server, path, own):
   options = {"include_usage": True, "continuous_usage_stats": True}
   with server.in_step():
-    got = chunks(server, path, **own, **GREEDY, n=2, stream_options=options)
+    got = server.chunks(path, **own, **GREEDY, n=2, stream_options=options)
   counts = [chunk["usage"]["completion_tokens"] for chunk in got]
   assert counts == sorted(counts) and len(set(counts)) > 3 and counts[-1] == 20
   assert len({chunk["usage"]["prompt_tokens"] for chunk in got}) == 1
   assert all(c["usage"]["total_tokens"] == c["usage"]["prompt_tokens"]
              + c["usage"]["completion_tokens"] for c in got)
   assert got[-1]["choices"] == [] and all(chunk["choices"] for chunk in got[:-1])
-  without = chunks(server, path, **own, **GREEDY, stream_options={
+  without = server.chunks(path, **own, **GREEDY, stream_options={
       "continuous_usage_stats": True})  # as in vLLM: a way to include usage, which is not asked
   assert not any("usage" in chunk for chunk in without)
 
@@ -58,7 +50,7 @@ def test_token_ids_of_a_completion(server, llm):
   for choice in choices:
     assert choice["prompt_token_ids"] == ids and len(choice["token_ids"]) == 10
     assert llm.decode(choice["token_ids"]) == choice["text"]
-  streamed = [c["choices"][0] for c in chunks(server, COMPLETIONS, **fields)]
+  streamed = [c["choices"][0] for c in server.chunks(COMPLETIONS, **fields)]
   for index in (0, 1):
     own = [c for c in streamed if c["index"] == index]
     assert own[0]["prompt_token_ids"] == ids and not any("prompt_token_ids" in c for c in own[1:])
@@ -71,7 +63,7 @@ def test_token_ids_of_a_chat(server, llm):
   assert answer["prompt_token_ids"] == llm.encode_chat(USER)
   [choice] = answer["choices"]
   assert llm.decode(choice["token_ids"]) == choice["message"]["content"]
-  first, *rest = chunks(server, CHAT, **fields)
+  first, *rest = server.chunks(CHAT, **fields)
   assert first["prompt_token_ids"] == answer["prompt_token_ids"]
   assert not any("prompt_token_ids" in chunk for chunk in rest)
   ids = sum((c["choices"][0].get("token_ids", []) for c in [first, *rest]), [])

@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import httpx
+import openai
 
 from jspec import LLM, AsyncLLM
 from jspec.serving.http import server as http_server
@@ -45,6 +46,20 @@ class Running:
   def post(self, path: str, **fields: Any) -> httpx.Response:
     with self.client() as client:
       return client.post(path, content=json.dumps({"model": MODEL, **fields}), headers=JSON)
+
+  def chunks(self, path: str, **fields: Any) -> list[dict]:
+    """The events of a streamed answer, without comments."""
+    body = self.post(path, stream=True, **fields).text
+    lines = [line.removeprefix("data: ") for line in body.splitlines() if line.startswith("data: ")]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+  @contextlib.contextmanager
+  def openai(self) -> Iterator[openai.OpenAI]:
+    """OpenAI's own client of this server."""
+    with httpx.Client(trust_env=False) as transport:
+      yield openai.OpenAI(base_url=f"{self.url}/v1", api_key="x", max_retries=0,
+                          http_client=transport)
 
   @contextlib.contextmanager
   def paused(self, pause: Callable[[], Any]) -> Iterator[None]:
